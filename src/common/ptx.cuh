@@ -33,6 +33,13 @@ __device__ __forceinline__ void st_relaxed_gpu(void* address, uint2 x) {
                : "memory");
 }
 
+__device__ __forceinline__ void st_relaxed_gpu(void* address, uint4 x) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
 // Orders this thread's accesses before it and those after it, for all threads of the GPU.
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" : : : "memory"); }
 

@@ -25,6 +25,11 @@ inline void st_relaxed_gpu(void* address, uint2 x) {
   cuda_on_cpu::note_progress();
 }
 
+inline void st_relaxed_gpu(void* address, uint4 x) {
+  *static_cast<uint4*>(address) = x;
+  cuda_on_cpu::note_progress();
+}
+
 inline void red_add_gpu(float* to, float x) { *to += x; }
 
 inline std::vector<const void*> prefetched;  // addresses

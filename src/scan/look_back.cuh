@@ -1,0 +1,200 @@
+// How the blocks that have successive tiles of the same channels find the state before their tile.
+//
+// A block publishes its tile as a function of the state before it (F; affine.cuh has scan's). Tiles are in
+// segments of eight, and the block of a segment's last tile publishes the state after it too. So a block starts
+// from the nearest such state, and applies to it the segments in between and the part of its own segment
+// before it. Its threads compose the functions of these segments at once.
+//
+// Every state is found in the same way wherever one starts, so the result does not depend on when blocks run.
+// What is not published yet has all bits set in memory, so there are no flags, and no fence.
+#pragma once
+
+#include "common/ptx.cuh"
+#include "scan/affine.cuh"
+
+namespace lltm_ext {
+
+constexpr int kSegmentTiles = 8;
+
+// What blocks tell each other, in memory whose bits are all set at first. Empty if no tile follows another.
+template <class F>
+struct TileLinks {
+  F* parts;           // [groups, tiles, width]: tiles as functions
+  F* after;           // [groups, segments, width]: the states after segments, as functions
+  unsigned* started;  // how many tiles blocks have taken, less one
+
+  LLTM_HOST_DEVICE static int64_t segments(int64_t tiles) { return ceil_div(tiles, kSegmentTiles); }
+  static int64_t bytes(int64_t groups, int64_t tiles, int width) {
+    if (tiles < 2) return 0;
+    return groups * (tiles + segments(tiles)) * width * static_cast<int64_t>(sizeof(F)) + sizeof(unsigned);
+  }
+  static TileLinks in(void* memory, int64_t groups, int64_t tiles, int width) {
+    if (tiles < 2) return {};
+    auto* const parts = static_cast<F*>(memory);
+    F* const after = parts + groups * tiles * width;
+    return {parts, after, reinterpret_cast<unsigned*>(after + groups * segments(tiles) * width)};
+  }
+};
+
+// Reads f, if it is published.
+template <class F>
+__device__ __forceinline__ bool read_published(const F* from, F& f) {
+  static_assert(sizeof(F) % sizeof(uint4) == 0);
+  union {
+    uint4 words[sizeof(F) / sizeof(uint4)];
+    F f;
+  } read;
+  bool is_there = true;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(F) / sizeof(uint4)); ++i) {
+    const uint4 x = read.words[i] = ld_relaxed_gpu(reinterpret_cast<const uint4*>(from) + i);
+    is_there = is_there && (x.x & x.y) != ~0u && (x.z & x.w) != ~0u;
+  }
+  if (is_there) f = read.f;
+  return is_there;
+}
+template <class F>
+__device__ __forceinline__ void publish(F* to, const F& f) {
+  union {
+    F f;
+    uint4 words[sizeof(F) / sizeof(uint4)];
+  } written = {f.with_plain_nans()};
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(F) / sizeof(uint4)); ++i) {
+    st_relaxed_gpu(reinterpret_cast<uint4*>(to) + i, written.words[i]);
+  }
+}
+
+// Of a block with some number of threads: [segments, width], and [width].
+template <class F>
+struct LookBackShared {
+  F* segments;                 // as functions
+  typename F::State* states;   // before the segments
+  unsigned char* found;        // 0: not all parts of the segment; 1: all; 2: the state before it too
+  typename F::State* before;   // the tile
+  int* depth;                  // how many segments the first channel needed
+
+  static constexpr int kBytes = sizeof(F) + 2 * sizeof(typename F::State) + sizeof(int);  // for each thread
+  __device__ __forceinline__ LookBackShared(char* memory, int threads)
+      : segments(reinterpret_cast<F*>(memory)),
+        states(reinterpret_cast<typename F::State*>(segments + threads)),
+        found(reinterpret_cast<unsigned char*>(states + 2 * threads)),
+        before(states + threads),
+        depth(reinterpret_cast<int*>(found + threads)) {}
+};
+
+// A tile among those of its channels. All threads of a block call each function together.
+template <class F>
+class LookBack {
+  using State = typename F::State;
+  using Shared = LookBackShared<F>;
+
+ public:
+  // row, column: the thread's place among those of its channel, and its channel in the tile. rows: of a block.
+  __device__ __forceinline__ LookBack(const TileLinks<F>& links, const Shared& shared, int64_t group,
+                                      int64_t tile, int64_t tiles, int width, int rows, int row, int column)
+      : shared_(shared),
+        parts_(links.parts + group * tiles * width + column),
+        after_(links.after + group * TileLinks<F>::segments(tiles) * width + column),
+        tile_(tile),
+        width_(width),
+        rows_(rows),
+        row_(row),
+        column_(column) {}
+
+  // By the threads of row 0: tells later tiles this one as a function.
+  __device__ __forceinline__ void publish(const F& part) const {
+    lltm_ext::publish(parts_ + tile_ * width_, part);
+  }
+
+  // The state before the tile, given that before all. depth: how many segments to ask for at first, which the
+  // tile before this one of the block needed.
+  __device__ __forceinline__ State before(const State& initial, int& depth) {
+    for (;;) {
+      if (row_ < depth) ask(initial);
+      __syncthreads();
+      bool found = true;
+      if (row_ == 0) {
+        const int back = nearest_state(depth);
+        found = back >= 0;
+        if (found) shared_.before[column_] = state_from(back);
+        if (column_ == 0) *shared_.depth = back + 1;
+      }
+      if (__syncthreads_and(found)) break;
+      depth = min(2 * depth, rows_);
+    }
+    depth = *shared_.depth;
+    return shared_.before[column_];
+  }
+
+  // By the threads of row 0, after `before`: if the tile is the last of its segment, tells the state after it.
+  __device__ __forceinline__ void publish_state(const F& part) const {
+    if (tile_ % kSegmentTiles != kSegmentTiles - 1) return;
+    const int64_t segment = tile_ / kSegmentTiles;
+    const F whole = then(shared_.segments[column_], part);
+    const State state = is_reliable(whole) ? apply(whole, base_)
+                                           : apply(part, in_turn(segment, base_));
+    lltm_ext::publish(after_ + segment * width_, F::constant(state));
+  }
+
+ private:
+  // Looks for the parts of the row's segment, and for the state before it.
+  __device__ __forceinline__ void ask(const State& initial) const {
+    const int64_t segment = tile_ / kSegmentTiles - row_, first = segment * kSegmentTiles;
+    const int at = row_ * width_ + column_;
+    F parts[kSegmentTiles], state = F::constant(initial);
+    bool has_parts = segment >= 0, has_state = segment <= 0;
+    if (segment > 0) has_state = read_published(after_ + (segment - 1) * width_, state);
+#pragma unroll
+    for (int i = 0; i < kSegmentTiles; ++i) {
+      if (segment < 0 || first + i >= tile_) continue;
+      has_parts = read_published(parts_ + (first + i) * width_, parts[i]) && has_parts;
+    }
+    F whole = F::identity();
+#pragma unroll
+    for (int i = 0; i < kSegmentTiles; ++i) {
+      if (has_parts && first + i < tile_) whole = i == 0 ? parts[0] : then(whole, parts[i]);
+    }
+    shared_.segments[at] = whole;
+    shared_.states[at] = state.b;
+    shared_.found[at] = !has_parts ? 0 : has_state ? 2 : 1;
+  }
+
+  // How many segments back the nearest state is from which all parts are known; -1 if none is.
+  __device__ __forceinline__ int nearest_state(int depth) const {
+    for (int i = 0; i < depth; ++i) {
+      const unsigned char found = shared_.found[i * width_ + column_];
+      if (found != 1) return found == 2 ? i : -1;
+    }
+    return -1;
+  }
+
+  // The state before the tile, from that before the segment `back` from its own.
+  __device__ __forceinline__ State state_from(int back) {
+    State state = shared_.states[back * width_ + column_];
+    for (int i = back; i >= 0; --i) {
+      base_ = state;
+      const F whole = shared_.segments[i * width_ + column_];
+      state = is_reliable(whole) ? apply(whole, state) : in_turn(tile_ / kSegmentTiles - i, state);
+    }
+    return state;
+  }
+  // Applies the functions of a segment's tiles before this one.
+  __device__ __forceinline__ State in_turn(int64_t segment, State state) const {
+    const int64_t first = segment * kSegmentTiles;
+    for (int64_t i = first; i < first + kSegmentTiles && i < tile_; ++i) {
+      F part;
+      read_published(parts_ + i * width_, part);
+      state = apply(part, state);
+    }
+    return state;
+  }
+
+  const Shared& shared_;
+  F *const parts_, *const after_;
+  const int64_t tile_;
+  const int width_, rows_, row_, column_;
+  State base_ = {};  // before the tile's segment
+};
+
+}  // namespace lltm_ext

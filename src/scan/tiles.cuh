@@ -1,0 +1,390 @@
+// The scan of few channels: time is divided too.
+//
+// A block takes tiles of some channels and steps, one after the other, and copies the next one to shared memory
+// while it runs one. Each of its threads has some successive steps of one channel. The thread first reduces its
+// steps to an affine function of the state before them. The block combines these functions into the tile's,
+// finds the state before the tile (look_back.cuh), and from it the one before each thread's steps. Then the
+// threads run their steps.
+//
+// Where coefficients grow, or are not finite, a function may lose what a loop over the steps would find. In
+// such a tile the threads run their steps one after the other, and later tiles see the state after it.
+#pragma once
+
+#include "scan/look_back.cuh"
+
+namespace lltm_ext {
+
+// How a tile lies in a buffer, in elements of one type. After a thread's steps there is room for one more, or
+// for four bytes, so that the threads of a warp use all banks.
+template <typename E, int kSteps>
+struct TileLayout {
+  static constexpr int kPadding = sizeof(E) == 2 ? 2 : 1;
+  LLTM_HOST_DEVICE static int elements(int threads) { return threads * (kSteps + 2 * kPadding); }
+
+  __device__ __forceinline__ explicit TileLayout(const ScanPlan& plan) {
+    step = plan.time_is_fastest ? 1 : plan.width;
+    thread = kSteps * step + (plan.time_is_fastest ? kPadding : plan.width);
+    channel = plan.time_is_fastest ? (plan.threads >> plan.width_bits) * thread + kPadding : 1;
+  }
+  __device__ __forceinline__ int at(int c, int s) const {
+    return c * channel + s / kSteps * thread + s % kSteps * step;
+  }
+
+  int channel, step, thread;  // strides; a thread has kSteps steps
+};
+
+// What a tile reads. Backward, the gradient of a replaces it; the results replace b.
+template <class Scan>
+struct TileBuffer {
+  using LayoutOfA = TileLayout<typename Scan::C, kScanSteps<Scan>>;
+  using LayoutOfB = TileLayout<typename Scan::T, kScanSteps<Scan>>;  // and of h
+  typename Scan::C* a;
+  typename Scan::T *b, *h;
+
+  LLTM_HOST_DEVICE static int bytes(int threads) {
+    return LayoutOfA::elements(threads) * static_cast<int>(sizeof(*a)) +
+           LayoutOfB::elements(threads) * static_cast<int>(sizeof(*b)) * (Scan::kBackward ? 2 : 1);
+  }
+  __device__ __forceinline__ TileBuffer(char* memory, int threads)
+      : a(reinterpret_cast<typename Scan::C*>(memory)),
+        b(reinterpret_cast<typename Scan::T*>(a + LayoutOfA::elements(threads))),
+        h(b + LayoutOfB::elements(threads)) {}
+};
+
+constexpr int kTileBuffers = 2;
+
+// The shared memory of a block, besides the buffers.
+template <class Scan>
+struct TileShared {
+  using F = Affine<wide_t<Scan>>;
+  F* units;  // [units, width]: units of rows as functions
+  wide_t<Scan>* state;  // [width]: where threads take turns
+  LookBackShared<F> look_back;
+  unsigned* taken;  // [kTileBuffers]: the tiles in the buffers
+
+  LLTM_HOST_DEVICE static int bytes(int threads) {
+    const int of_all = threads * static_cast<int>(sizeof(F) + sizeof(wide_t<Scan>)) +
+                       threads * LookBackShared<F>::kBytes + kTileBuffers * static_cast<int>(sizeof(unsigned));
+    return static_cast<int>(ceil_div(of_all, 16)) * 16;
+  }
+  __device__ __forceinline__ TileShared(char* memory, int threads)
+      : units(reinterpret_cast<F*>(memory)),
+        state(reinterpret_cast<wide_t<Scan>*>(units + threads)),
+        look_back(reinterpret_cast<char*>(state + threads), threads),
+        taken(reinterpret_cast<unsigned*>(reinterpret_cast<char*>(state + threads) +
+                                          threads * LookBackShared<F>::kBytes)) {}
+};
+
+template <class Scan>
+int tile_shared_bytes(int threads) {
+  return TileShared<Scan>::bytes(threads) + kTileBuffers * TileBuffer<Scan>::bytes(threads);
+}
+
+// shared_bytes: the most that a block may have.
+template <class Scan>
+ScanPlan plan_of(const Scan& scan, int shared_bytes) {
+  int threads = kScanThreads<Scan>;
+  while (tile_shared_bytes<Scan>(threads) > shared_bytes) threads /= 2;
+  return plan_scan(scan.steps, scan.channels.count, threads, kScanSteps<Scan>, time_is_fastest(scan));
+}
+
+// The part of a tile that a thread has.
+template <class Scan>
+struct TilePlace {
+  int64_t group, tile;
+  int64_t first_step;                // of the tile
+  int steps, channels;               // of the tile, that exist
+  int own;                           // the column of `channel`: the thread's, or the last one if it has none
+  typename Scan::Channel channel;    // at the tile's first step
+};
+
+template <class Scan>
+class TiledScan {
+  using A = typename Scan::A;
+  using T = typename Scan::T;
+  using C = typename Scan::C;
+  using W = wide_t<Scan>;
+  using F = Affine<W>;
+  using Channel = typename Scan::Channel;
+  using Place = TilePlace<Scan>;
+  using Buffer = TileBuffer<Scan>;
+  static constexpr int kSteps = kScanSteps<Scan>;
+
+ public:
+  // memory: tile_shared_bytes.
+  __device__ __forceinline__ TiledScan(const Scan& scan, const ScanPlan& plan, const TileLinks<F>& links,
+                                       const ScanPairs& pairs, unsigned blocks, char* memory)
+      : scan_(scan),
+        plan_(plan),
+        links_(links),
+        pairs_(pairs),
+        blocks_(blocks),
+        shared_(memory, plan.threads),
+        buffers_(memory + TileShared<Scan>::bytes(plan.threads)),
+        of_a_(plan),
+        of_b_(plan),
+        thread_(static_cast<int>(threadIdx.x)),
+        rows_(plan.threads >> plan.width_bits),
+        row_(thread_ >> plan.width_bits),
+        column_(thread_ & (plan.width - 1)) {}
+
+  __device__ __forceinline__ void run() {
+    const auto all = static_cast<uint32_t>(plan_.groups * plan_.tiles);
+    uint32_t ahead = take(0);
+    if (thread_ == 0) shared_.taken[0] = ahead;
+    ahead = take(1);
+    __syncthreads();
+    copy(0);
+    for (uint32_t i = 0;; ++i) {
+      const int buffer = i % kTileBuffers, next = (i + 1) % kTileBuffers;
+      if (thread_ == 0) shared_.taken[next] = ahead;
+      ahead = take(i + 2);
+      cp_async_wait_group<0>();
+      __syncthreads();  // the tile is here, and the one before is written
+      const uint32_t number = shared_.taken[buffer];
+      if (number >= all) return;
+      copy(next);
+      run_tile(number, buffer_at(buffer));
+    }
+  }
+
+ private:
+  // Blocks take tiles in the order in which they have to be run, so all tiles that a block waits for are taken.
+  __device__ __forceinline__ uint32_t take(uint32_t i) const {
+    if (plan_.tiles == 1) return blockIdx.x + i * blocks_;
+    return thread_ == 0 ? atomicAdd(links_.started, 1u) + 1 : 0;
+  }
+
+  __device__ __forceinline__ Buffer buffer_at(int i) const {
+    return {buffers_ + i * Buffer::bytes(plan_.threads), plan_.threads};
+  }
+
+  __device__ __forceinline__ Place place_of(uint32_t number) const {
+    Place place;
+    place.tile = number / static_cast<uint32_t>(plan_.groups);
+    place.group = number - place.tile * plan_.groups;
+    place.first_step = place.tile << plan_.tile_bits;
+    const int64_t first_channel = place.group << plan_.width_bits, channels = scan_.channels.count - first_channel;
+    place.steps = static_cast<int>(min(scan_.steps - place.first_step, int64_t{plan_.tile_steps}));
+    place.channels = static_cast<int>(min(channels, int64_t{plan_.width}));
+    place.own = min(column_, place.channels - 1);
+    place.channel = scan_.moved(scan_.channel(first_channel + place.own), place.first_step);
+    return place;
+  }
+
+  // ---- Between memory and a buffer
+
+  // Calls f(k, c, s) for the elements of a tile that this thread copies: pairs of channels, or single ones.
+  template <int kElements, int kUnroll = 4, class G>
+  __device__ __forceinline__ void for_each_element(const Place& place, const G& f) const {
+    constexpr int kBits = kElements / 2;
+    const int bits = plan_.time_is_fastest ? plan_.tile_bits : plan_.width_bits - kBits;
+#pragma unroll kUnroll
+    for (int k = 0; k < kSteps / kElements; ++k) {
+      const int i = k * plan_.threads + thread_, slow = i >> bits, fast = i & ((1 << bits) - 1);
+      const int c = plan_.time_is_fastest ? slow : fast * kElements, s = plan_.time_is_fastest ? fast : slow;
+      if (c < place.channels && s < place.steps) f(k, c, s);
+    }
+  }
+
+  // Starts to copy the tile of a buffer, if there is one.
+  __device__ __forceinline__ void copy(int buffer) const {
+    const uint32_t number = shared_.taken[buffer];
+    if (number < plan_.groups * plan_.tiles) {
+      const Place place = place_of(number);
+      const Buffer to = buffer_at(buffer);
+      copy(place, to.a, of_a_, place.channel.a, scan_.a, pairs_.a, -static_cast<int>(Scan::kBackward));
+      copy(place, to.b, of_b_, place.channel.b, scan_.b, pairs_.b, 0);
+      if (Scan::kBackward && place.channel.h) {
+        copy(place, to.h, of_b_, place.channel.h, scan_.h, pairs_.h, 1);
+      }
+    }
+    cp_async_commit_group();
+  }
+
+  // later: how many steps later than those of the tile the elements are.
+  template <typename E>
+  __device__ __forceinline__ void copy(const Place& place, E* to, const TileLayout<E, kSteps>& layout,
+                                       const E* from, const ScanOperand<const E>& operand, bool pairs,
+                                       int later) const {
+    const auto at = [&](int c, int s) {
+      return from + (s + later) * operand.step + (c - place.own) * operand.strides[0];
+    };
+    const auto exists = [&](int s) {
+      const int64_t step = place.first_step + s + later;
+      return step >= 0 && step < scan_.steps;
+    };
+    if constexpr (sizeof(E) >= 4) {
+      for_each_element<1>(place, [&](int, int c, int s) {
+        if (exists(s)) cp_async<sizeof(E)>(to + layout.at(c, s), at(c, s), sizeof(E));
+      });
+    } else if (pairs) {
+      for_each_element<2>(place, [&](int, int c, int s) {
+        if (exists(s)) cp_async<4>(to + layout.at(c, s), from + (s + later) * operand.step + c - place.own, 4);
+      });
+    } else {
+      E elements[kSteps];
+      for_each_element<1, kSteps>(place, [&](int k, int c, int s) {
+        if (exists(s)) elements[k] = *at(c, s);
+      });
+      for_each_element<1, kSteps>(place, [&](int k, int c, int s) {
+        if (exists(s)) to[layout.at(c, s)] = elements[k];
+      });
+    }
+  }
+
+  template <typename E>
+  __device__ __forceinline__ void write(const Place& place, const E* from, const TileLayout<E, kSteps>& layout,
+                                        E* to, const ScanOperand<E>& operand) const {
+    for_each_element<1>(place, [&](int, int c, int s) {
+      to[s * operand.step + (c - place.own) * operand.strides[0]] = from[layout.at(c, s)];
+    });
+  }
+
+  // ---- A tile
+
+  // A bit a step of the thread that is a reset, and before them one for the step before.
+  __device__ __forceinline__ uint32_t resets_at(const Channel& x, int64_t first, int count) const {
+    uint32_t resets = 0;
+    if (!scan_.reset.data) return resets;
+#pragma unroll
+    for (int k = -1; k < kSteps; ++k) {
+      if (k >= 0 ? k < count : Scan::kBackward && count > 0 && first > 0) {
+        resets |= static_cast<uint32_t>(x.reset[k * scan_.reset.step]) << (k + 1);
+      }
+    }
+    return resets;
+  }
+
+  // The thread's steps as a function.
+  __device__ __forceinline__ F reduced(const C* a, const T* b, uint32_t forgets, int count) const {
+    F mine = F::identity();
+    bool any_zero = false;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (k < count) {
+        const A factor = forgets >> k & 1 ? A{} : scan_.factor(*a);
+        any_zero = any_zero || is_zero(factor);
+        const W wide = to_wide(factor);
+        mine = {multiply(wide, mine.a), multiply_add(wide, mine.b, to_wide(widen(*b)))};
+      }
+      a += of_a_.step, b += of_b_.step;
+    }
+    mine.a = without_underflow(mine.a, any_zero);
+    if (forgets & ((1u << count) - 1)) mark_reset(mine.a);
+    return mine;
+  }
+
+  // Runs the thread's steps from the state h, leaves the results in the buffer, and returns the last state.
+  // x: at the first of them. last: which of them is the last of all.
+  __device__ __forceinline__ A run_steps(C* a, T* b, const T* before, uint32_t resets, uint32_t forgets,
+                                         int count, const Channel& x, int64_t last, A h) const {
+    constexpr int kAhead = kSteps < 4 ? kSteps : 4;  // steps that are read before they are run
+#pragma unroll
+    for (int first = 0; first < kSteps; first += kAhead) {
+      A factors[kAhead], sums[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        factors[i] = scan_.factor(a[i * of_a_.step]), sums[i] = widen(b[i * of_b_.step]);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int k = first + i;
+        if (k < count) {
+          h = advance(factors[i], sums[i], forgets >> k & 1, h);
+          *b = narrow<T>(h);
+          if constexpr (Scan::kBackward) {
+            const bool is_reset = resets >> (k + 1) & 1;
+            if (x.h) *a = scan_.gradient_of_a(h, k == last ? scan_.before_all(x) : *before, is_reset);
+            if (k == last) scan_.store_grad_initial(scan_.moved(x, k), h, is_reset);
+          }
+        }
+        a += of_a_.step, b += of_b_.step, before += of_b_.step;
+      }
+    }
+    return h;
+  }
+
+  __device__ __forceinline__ void run_tile(uint32_t number, const Buffer& buffer) {
+    const Place place = place_of(number);
+    const int width = plan_.width, in_tile = row_ * kSteps;
+    const int64_t first = place.first_step + in_tile;
+    const int count = column_ < place.channels ? clamped(place.steps - in_tile, 0, kSteps) : 0;
+    const Channel x = scan_.moved(place.channel, in_tile);
+    const uint32_t resets = resets_at(x, first, count);
+    const uint32_t forgets = Scan::kBackward ? resets | (first == 0) : resets >> 1;
+    C* const a = buffer.a + of_a_.at(column_, in_tile);
+    T *const b = buffer.b + of_b_.at(column_, in_tile), *const h = buffer.h + of_b_.at(column_, in_tile);
+
+    F mine = reduced(a, b, forgets, count);
+    // Where a warp has several rows: the functions of the rows before this one, and with it.
+    const int lane = thread_ % kScanWarp;
+    F before = F::identity();
+    if (width < kScanWarp) {
+      for (int lanes = width; lanes < kScanWarp; lanes *= 2) {
+        const F earlier = shuffle_up(mine, lanes);
+        if (lane >= lanes) mine = then(earlier, mine);
+      }
+      const F earlier = shuffle_up(mine, width);
+      if (lane >= width) before = earlier;
+    }
+    // A unit is the rows of a warp, or one row.
+    const int unit_rows = larger(1, kScanWarp >> plan_.width_bits), units = rows_ / unit_rows,
+              unit = row_ / unit_rows;
+    bool reliable = is_reliable(mine);
+    if (row_ % unit_rows == unit_rows - 1) shared_.units[unit * width + column_] = mine;
+    __syncthreads();
+    const bool is_head = row_ == 0, has_next = place.tile + 1 < plan_.tiles;
+    F whole = F::identity();
+    if (is_head && has_next) {
+      for (int i = 0; i < units; ++i) whole = then(whole, shared_.units[i * width + column_]);
+      reliable = reliable && is_reliable(whole);
+    }
+    const bool in_turn = __syncthreads_or(!reliable);
+
+    LookBack<F> look_back(links_, shared_.look_back, place.group, place.tile, plan_.tiles, width, rows_, row_,
+                          column_);
+    if (is_head && has_next && !in_turn) look_back.publish(whole);
+    W state = place.tile < kSegmentTiles ? to_wide(scan_.before_first(place.channel)) : W{};
+    if (place.tile > 0) state = look_back.before(state, depth_);
+    if (!in_turn) {
+      if (is_head && has_next) look_back.publish_state(whole);
+      for (int i = 0; i < unit; ++i) state = apply(shared_.units[i * width + column_], state);
+    } else if (is_head) {
+      shared_.state[column_] = state;
+    }
+    const int64_t last = scan_.steps - 1 - first;
+    for (int turn = 0; turn < (in_turn ? rows_ : 1); ++turn) {
+      if (in_turn) __syncthreads();
+      if (in_turn && turn != row_) continue;
+      A from;
+      from_wide(from, in_turn ? shared_.state[column_] : apply(before, state));
+      const A to = run_steps(a, b, h, resets, forgets, count, x, last, from);
+      if (in_turn) shared_.state[column_] = to_wide(to);
+    }
+    __syncthreads();
+    if (is_head && has_next && in_turn) {
+      const F whole_state = F::constant(shared_.state[column_]);
+      look_back.publish(whole_state);
+      look_back.publish_state(whole_state);
+    }
+    write(place, buffer.b, of_b_, place.channel.result, scan_.result);
+    if (Scan::kBackward && place.channel.h) {
+      write(place, buffer.a, of_a_, place.channel.grad_a, scan_.grad_a);
+    }
+  }
+
+  const Scan& scan_;
+  const ScanPlan& plan_;
+  const TileLinks<F>& links_;
+  const ScanPairs& pairs_;
+  const unsigned blocks_;
+  const TileShared<Scan> shared_;
+  char* const buffers_;
+  const TileLayout<C, kSteps> of_a_;
+  const TileLayout<T, kSteps> of_b_;
+  const int thread_, rows_, row_, column_;
+  int depth_ = 1;  // LookBack::before
+};
+
+}  // namespace lltm_ext
