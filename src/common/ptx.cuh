@@ -33,10 +33,22 @@ __device__ __forceinline__ void st_relaxed_gpu(void* address, uint2 x) {
                : "memory");
 }
 
-__device__ __forceinline__ void st_relaxed_gpu(void* address, uint4 x) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};"
+// Of two numbers; each is read or written as a whole.
+struct Uint64Pair {
+  uint64_t x, y;
+};
+__device__ __forceinline__ Uint64Pair ld_relaxed_gpu_u64_pair(const void* address) {
+  Uint64Pair pair;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(pair.x), "=l"(pair.y)
+               : "l"(address)
+               : "memory");
+  return pair;
+}
+__device__ __forceinline__ void st_relaxed_gpu(void* address, Uint64Pair pair) {
+  asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};"
                :
-               : "l"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "l"(address), "l"(pair.x), "l"(pair.y)
                : "memory");
 }
 

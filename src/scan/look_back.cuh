@@ -36,32 +36,36 @@ struct TileLinks {
   }
 };
 
+// A function as it is read and written.
+template <class F>
+union PublishedWords {
+  static constexpr int kPairs = sizeof(F) / sizeof(Uint64Pair);
+  static_assert(sizeof(F) % sizeof(Uint64Pair) == 0);
+  Uint64Pair pairs[kPairs];
+  F f;
+};
+
 // Reads f, if it is published.
 template <class F>
 __device__ __forceinline__ bool read_published(const F* from, F& f) {
-  static_assert(sizeof(F) % sizeof(uint4) == 0);
-  union {
-    uint4 words[sizeof(F) / sizeof(uint4)];
-    F f;
-  } read;
+  PublishedWords<F> read;
   bool is_there = true;
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(F) / sizeof(uint4)); ++i) {
-    const uint4 x = read.words[i] = ld_relaxed_gpu(reinterpret_cast<const uint4*>(from) + i);
-    is_there = is_there && (x.x & x.y) != ~0u && (x.z & x.w) != ~0u;
+  for (int i = 0; i < PublishedWords<F>::kPairs; ++i) {
+    const Uint64Pair pair = ld_relaxed_gpu_u64_pair(reinterpret_cast<const Uint64Pair*>(from) + i);
+    read.pairs[i] = pair;
+    is_there = is_there && pair.x != ~uint64_t{0} && pair.y != ~uint64_t{0};
   }
   if (is_there) f = read.f;
   return is_there;
 }
 template <class F>
 __device__ __forceinline__ void publish(F* to, const F& f) {
-  union {
-    F f;
-    uint4 words[sizeof(F) / sizeof(uint4)];
-  } written = {f.with_plain_nans()};
+  PublishedWords<F> written;
+  written.f = f.with_plain_nans();
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(F) / sizeof(uint4)); ++i) {
-    st_relaxed_gpu(reinterpret_cast<uint4*>(to) + i, written.words[i]);
+  for (int i = 0; i < PublishedWords<F>::kPairs; ++i) {
+    st_relaxed_gpu(reinterpret_cast<Uint64Pair*>(to) + i, written.pairs[i]);
   }
 }
 

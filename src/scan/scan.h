@@ -80,12 +80,14 @@ struct ScanOperand {
     for (int d = 0; d < kScanDims; ++d) offset += index.of[d] * strides[d];
     return data + offset;
   }
-  // Whether channels [k length, (k + 1) length) of a step are a line in memory, from a multiple of `bytes` on.
-  bool has_lines(const ScanChannels& channels, int length, int bytes) const {
-    const int last = channels.dims > 0 ? channels.dims - 1 : 0, vector = larger(1, bytes / static_cast<int>(sizeof(P)));
-    bool has = strides[last] == 1 && channels.sizes[last] % length == 0 && step % vector == 0 &&
-               reinterpret_cast<uintptr_t>(data) % bytes == 0;
-    for (int d = 0; d < last; ++d) has = has && strides[d] % vector == 0;
+  // Whether groups of `width` channels of a step consist of vectors of 16 bytes in memory.
+  bool has_vectors(const ScanChannels& channels, int width) const {
+    constexpr int kVector = 16 / sizeof(P);
+    const int last = channels.dims > 1 ? channels.dims - 1 : 0;
+    bool has = width % kVector == 0 && strides[last] == 1 && step % kVector == 0 &&
+               channels.sizes[last] % (last > 0 ? width : kVector) == 0 &&
+               reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    for (int d = 0; d < last; ++d) has = has && strides[d] % kVector == 0;
     return has;
   }
 };
@@ -164,6 +166,16 @@ LLTM_HOST_DEVICE A advance(A a, A b, bool forgets, A h) {
   return forgets ? b : multiply_add(a, h, b);
 }
 
+// Which operands consist of vectors of channels.
+struct ScanVectors {
+  bool a, b, h, result, grad_a;
+};
+template <class Scan>
+ScanVectors vectors_of(const Scan& scan, int width) {
+  const auto has = [&](const auto& x) { return x.has_vectors(scan.channels, width); };
+  return {has(scan.a), has(scan.b), has(scan.h), has(scan.result), has(scan.grad_a)};
+}
+
 // ---- How CUDA divides the work. It does not depend on when blocks run, so the same call gives the same
 // bits.
 
@@ -175,16 +187,6 @@ constexpr int kScanWarp = 32;  // threads
 // stage of steps while it runs an earlier one.
 
 constexpr int kScanStages = 4, kScanChunk = 8;  // chunk: steps that a thread has in registers
-
-// Whether the lanes of a warp can copy what they read as vectors of 16 bytes.
-struct ScanVectors {
-  bool a, b, h;
-};
-template <class Scan>
-ScanVectors scan_vectors(const Scan& scan) {
-  const auto has = [&](const auto& x) { return x.has_lines(scan.channels, kScanWarp, 16); };
-  return {has(scan.a), has(scan.b), has(scan.h)};
-}
 
 template <class Scan>
 constexpr int kScanStepBytes =
@@ -230,20 +232,6 @@ inline ScanPlan plan_scan(int64_t steps, int64_t channels, int threads, int thre
   while (1 << plan.tile_bits < plan.tile_steps) ++plan.tile_bits;
   plan.groups = ceil_div(channels, plan.width), plan.tiles = ceil_div(steps, plan.tile_steps);
   return plan;
-}
-
-// Whether elements of 2 bytes can be copied in pairs of adjacent channels.
-struct ScanPairs {
-  bool a, b, h;
-};
-template <class Scan>
-ScanPairs scan_pairs(const Scan& scan, const ScanPlan& plan) {
-  const auto has = [&](const auto& x) {
-    const int last = scan.channels.dims > 0 ? scan.channels.dims - 1 : 0;
-    const int length = last > 0 ? plan.width : 2;
-    return plan.width > 1 && !plan.time_is_fastest && x.has_lines(scan.channels, length, 4);
-  };
-  return {has(scan.a), has(scan.b), has(scan.h)};
 }
 
 // The type of the states that blocks hand on.

@@ -18,8 +18,8 @@ template <class Scan>
 __global__ void __launch_bounds__(kScanThreads<Scan>)
     tiled_scan_kernel(const __grid_constant__ Scan scan, const __grid_constant__ ScanPlan plan,
                       const __grid_constant__ TileLinks<Affine<wide_t<Scan>>> links,
-                      const __grid_constant__ ScanPairs pairs) {
-  TiledScan<Scan>(scan, plan, links, pairs, gridDim.x, reinterpret_cast<char*>(dynamic_shared_floats())).run();
+                      const __grid_constant__ ScanVectors vectors) {
+  TiledScan<Scan>(scan, plan, links, vectors, gridDim.x, reinterpret_cast<char*>(dynamic_shared_floats())).run();
 }
 
 template <class Scan>
@@ -28,7 +28,7 @@ cudaError_t run_serially(const Scan& scan, const DeviceInfo& device, cudaStream_
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const int stage_steps = scan_stage_steps<Scan>(channels, device.multiprocessors);
   serial_scan_kernel<<<static_cast<unsigned>(blocks), kScanWarp, kScanStages * stage_steps * kScanStepBytes<Scan>,
-                       stream>>>(scan, scan_vectors(scan), stage_steps);
+                       stream>>>(scan, vectors_of(scan, kScanWarp), stage_steps);
   return cudaGetLastError();
 }
 
@@ -50,7 +50,7 @@ cudaError_t run_tiles(const Scan& scan, const ScanPlan& plan, void* workspace, c
   if (error != cudaSuccess) return error;
   const int64_t blocks = std::min<int64_t>(plan.blocks(), of_multiprocessor * device.multiprocessors);
   kernel<<<static_cast<unsigned>(blocks), plan.threads, bytes, stream>>>(
-      scan, plan, Links::in(workspace, plan.groups, plan.tiles, plan.width), scan_pairs(scan, plan));
+      scan, plan, Links::in(workspace, plan.groups, plan.tiles, plan.width), tile_vectors_of(scan, plan));
   return cudaGetLastError();
 }
 

@@ -19,7 +19,7 @@ class SerialScan {
 
  public:
   // memory: kScanStages * stage_steps * kScanStepBytes<Scan> bytes.
-  __device__ SerialScan(const Scan& scan, const ScanVectors& vectors, int stage_steps, void* memory)
+  __device__ __forceinline__ SerialScan(const Scan& scan, const ScanVectors& vectors, int stage_steps, void* memory)
       : scan_(scan), vectors_(vectors), stage_steps_(stage_steps), lane_(threadIdx.x) {
     const int values = kScanStages * stage_steps * kScanWarp;
     a_ = static_cast<C*>(memory);
@@ -27,13 +27,13 @@ class SerialScan {
     h_ = b_ + values;
     const int64_t channel = int64_t{blockIdx.x} * kScanWarp + lane_, last = scan.channels.count - 1;
     exists_ = channel <= last;
-    x_ = scan.channel(exists_ ? channel : last);
+    first_ = scan.channel(exists_ ? channel : last);
+    result_ = first_.result, grad_a_ = first_.grad_a, reset_ = first_.reset;
   }
 
-  __device__ void run() {
-    A h = scan_.before_first(x_);
-    bool was_reset = Scan::kBackward;  // whether the step before is one whose state backward forgets
-    for (int i = 0; i < kScanStages - 1; ++i) copy(i * int64_t{stage_steps_}, i);
+  __device__ __forceinline__ void run() {
+    state_ = scan_.before_first(first_);
+    for (int i = 0; i < kScanStages - 1; ++i) copy(int64_t{i} * stage_steps_, i);
     int stage = 0;
     for (int64_t first = 0; first < scan_.steps; first += stage_steps_) {
       cp_async_wait_group<kScanStages - 2>();
@@ -41,10 +41,13 @@ class SerialScan {
       copy(first + int64_t{kScanStages - 1} * stage_steps_, (stage + kScanStages - 1) % kScanStages);
       for (int k = 0; k < stage_steps_ && first + k < scan_.steps; k += kScanChunk) {
         const int at = (stage * stage_steps_ + k) * kScanWarp + lane_;
-        first + k + kScanChunk <= scan_.steps ? run_chunk<true>(first + k, at, was_reset, h)
-                                              : run_chunk<false>(first + k, at, was_reset, h);
+        const int64_t left = scan_.steps - (first + k);
+        left > kScanChunk ? run_chunk<true>(at, kScanChunk) : run_chunk<false>(at, static_cast<int>(left));
       }
       stage = (stage + 1) % kScanStages;
+    }
+    if (Scan::kBackward && exists_) {
+      scan_.store_grad_initial(scan_.moved(first_, scan_.steps - 1), state_, was_reset_);
     }
   }
 
@@ -53,67 +56,75 @@ class SerialScan {
   __device__ __forceinline__ void copy(int64_t first, int stage) const {
     const int to = stage * stage_steps_ * kScanWarp;
     if (first < scan_.steps) {
-      copy_rows(a_ + to, x_.a, scan_.a.step, vectors_.a, first - Scan::kBackward);
-      copy_rows(b_ + to, x_.b, scan_.b.step, vectors_.b, first);
-      if (Scan::kBackward && x_.h) copy_rows(h_ + to, x_.h, scan_.h.step, vectors_.h, first + 1);
+      copy_rows(a_ + to, first_.a, scan_.a.step, vectors_.a, first - Scan::kBackward);
+      copy_rows(b_ + to, first_.b, scan_.b.step, vectors_.b, first);
+      if (Scan::kBackward && first_.h) copy_rows(h_ + to, first_.h, scan_.h.step, vectors_.h, first + 1);
     }
     cp_async_commit_group();
   }
   template <typename E>
   __device__ __forceinline__ void copy_rows(E* to, const E* from, int64_t step, bool vectors,
                                             int64_t first) const {
-    const auto exists = [&](int row) { return first + row >= 0 && first + row < scan_.steps; };
+    const int begin = first < 0 ? 1 : 0;
+    const auto end = static_cast<int>(clamped<int64_t>(scan_.steps - first, 0, stage_steps_));
     if (vectors) {
       constexpr int kVector = 16 / sizeof(E), kLanes = kScanWarp / kVector;  // lanes of a row
       const int row = lane_ / kLanes, column = lane_ % kLanes * kVector;
       const E* x = from - lane_ + column + (first + row) * step;
-      for (int r = row; r < stage_steps_; r += kVector, x += kVector * step) {
-        cp_async<16>(to + r * kScanWarp + column, x, exists(r) ? 16 : 0);
+      E* place = to + row * kScanWarp + column;
+#pragma unroll 4
+      for (int r = row; r < end; r += kVector, x += kVector * step, place += kVector * kScanWarp) {
+        if (r >= begin) cp_async<16>(place, x, 16);
       }
     } else {
-      const E* x = from + first * step;
+      const E* x = from + (first + begin) * step;
 #pragma unroll 4
-      for (int r = 0; r < stage_steps_; ++r, x += step) {
+      for (int r = begin; r < end; ++r, x += step) {
         E* const place = to + r * kScanWarp + lane_;
         if constexpr (sizeof(E) >= 4) {
-          cp_async<sizeof(E)>(place, x, exists(r) ? sizeof(E) : 0);
-        } else if (exists(r)) {
-          *place = *x;
+          cp_async<sizeof(E)>(place, x, sizeof(E));
+        } else {
+          *place = __ldg(x);
         }
       }
     }
   }
 
-  // kFull: whether all steps of the chunk exist.
+  // Runs `count` steps. kFull: a whole chunk, without the last step of all.
   template <bool kFull>
-  __device__ __forceinline__ void run_chunk(int64_t first, int at, bool& was_reset, A& h) {
+  __device__ __forceinline__ void run_chunk(int at, int count) {
     C a[kScanChunk];
     T b[kScanChunk], before[kScanChunk];
-    bool reset[kScanChunk];
-    const bool has_h = Scan::kBackward && x_.h;
-    Channel x = scan_.moved(x_, first);
+    bool reset[kScanChunk] = {};
+    const bool has_h = Scan::kBackward && first_.h;
 #pragma unroll
     for (int k = 0; k < kScanChunk; ++k) {
-      const bool exists = kFull || first + k < scan_.steps;
       a[k] = a_[at + k * kScanWarp];
       b[k] = b_[at + k * kScanWarp];
       if (has_h) before[k] = h_[at + k * kScanWarp];
-      reset[k] = x.reset && exists && x.reset[k * scan_.reset.step];
+    }
+    if (reset_) {
+#pragma unroll
+      for (int k = 0; k < kScanChunk; ++k) {
+        if (kFull || k < count) reset[k] = *reset_;
+        reset_ += scan_.reset.step;
+      }
     }
 #pragma unroll
     for (int k = 0; k < kScanChunk; ++k) {
-      if (!kFull && first + k >= scan_.steps) break;
-      h = advance(scan_.factor(a[k]), widen(b[k]), Scan::kBackward ? was_reset : reset[k], h);
-      if (exists_) *x.result = narrow<T>(h);
+      if (!kFull && k >= count) break;
+      state_ = advance(scan_.factor(a[k]), widen(b[k]), Scan::kBackward ? was_reset_ : reset[k], state_);
+      if (exists_) *result_ = narrow<T>(state_);
+      result_ += scan_.result.step;
       if constexpr (Scan::kBackward) {
-        const bool is_last = first + k + 1 == scan_.steps;
-        if (has_h && exists_) {
-          *x.grad_a = scan_.gradient_of_a(h, is_last ? scan_.before_all(x) : before[k], reset[k]);
+        const bool is_last = !kFull && k + 1 == count;
+        if (has_h) {
+          const C grad = scan_.gradient_of_a(state_, is_last ? scan_.before_all(first_) : before[k], reset[k]);
+          if (exists_) *grad_a_ = grad;
+          grad_a_ += scan_.grad_a.step;
         }
-        if (is_last && exists_) scan_.store_grad_initial(x, h, reset[k]);
-        was_reset = reset[k];
+        was_reset_ = reset[k];
       }
-      x = scan_.moved(x, 1);
     }
   }
 
@@ -121,9 +132,14 @@ class SerialScan {
   const ScanVectors& vectors_;
   const int stage_steps_, lane_;
   C* a_;
-  T *b_, *h_;  // [stages * steps, lanes], as a_
-  bool exists_;
-  Channel x_;  // at its first step
+  T *b_, *h_;      // [stages * steps, lanes], as a_
+  bool exists_;    // whether the lane has a channel, and need not repeat the last one
+  Channel first_;  // its first step
+  T* result_;      // those of the next step to run
+  C* grad_a_;
+  const bool* reset_;
+  A state_;
+  bool was_reset_ = true;  // backward: whether the step before forgets those after it
 };
 
 }  // namespace lltm_ext

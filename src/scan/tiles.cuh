@@ -88,6 +88,12 @@ ScanPlan plan_of(const Scan& scan, int shared_bytes) {
   return plan_scan(scan.steps, scan.channels.count, threads, kScanSteps<Scan>, time_is_fastest(scan));
 }
 
+// A warp's lanes copy adjacent channels, unless adjacent steps are neighbours in memory.
+template <class Scan>
+ScanVectors tile_vectors_of(const Scan& scan, const ScanPlan& plan) {
+  return plan.time_is_fastest ? ScanVectors{} : vectors_of(scan, plan.width);
+}
+
 // The part of a tile that a thread has.
 template <class Scan>
 struct TilePlace {
@@ -113,11 +119,11 @@ class TiledScan {
  public:
   // memory: tile_shared_bytes.
   __device__ __forceinline__ TiledScan(const Scan& scan, const ScanPlan& plan, const TileLinks<F>& links,
-                                       const ScanPairs& pairs, unsigned blocks, char* memory)
+                                       const ScanVectors& vectors, unsigned blocks, char* memory)
       : scan_(scan),
         plan_(plan),
         links_(links),
-        pairs_(pairs),
+        vectors_(vectors),
         blocks_(blocks),
         shared_(memory, plan.threads),
         buffers_(memory + TileShared<Scan>::bytes(plan.threads)),
@@ -174,16 +180,24 @@ class TiledScan {
 
   // ---- Between memory and a buffer
 
-  // Calls f(k, c, s) for the elements of a tile that this thread copies: pairs of channels, or single ones.
-  template <int kElements, int kUnroll = 4, class G>
-  __device__ __forceinline__ void for_each_element(const Place& place, const G& f) const {
-    constexpr int kBits = kElements / 2;
-    const int bits = plan_.time_is_fastest ? plan_.tile_bits : plan_.width_bits - kBits;
-#pragma unroll kUnroll
-    for (int k = 0; k < kSteps / kElements; ++k) {
-      const int i = k * plan_.threads + thread_, slow = i >> bits, fast = i & ((1 << bits) - 1);
-      const int c = plan_.time_is_fastest ? slow : fast * kElements, s = plan_.time_is_fastest ? fast : slow;
-      if (c < place.channels && s < place.steps) f(k, c, s);
+  // Calls f(c, s, offset) for the vectors of channels, or elements, of a tile that this thread copies. offset: in
+  // memory, from the tile's first step of the thread's channel.
+  template <int kVector, class G>
+  __device__ __forceinline__ void for_each_vector(const Place& place, int64_t step, int64_t stride,
+                                                  const G& f) const {
+    if (plan_.time_is_fastest) {
+#pragma unroll 4
+      for (int i = thread_; i < kSteps * plan_.threads; i += plan_.threads) {
+        const int c = i >> plan_.tile_bits, s = i & (plan_.tile_steps - 1);
+        if (c < place.channels && s < place.steps) f(c, s, s * step + (c - place.own) * stride);
+      }
+    } else {
+      const int lanes = plan_.width / kVector, c = thread_ % lanes * kVector, by = plan_.threads / lanes;
+      if (c >= place.channels) return;
+      int s = thread_ / lanes;
+      int64_t offset = s * step + (c - place.own);  // that is 0 for single elements
+#pragma unroll 4
+      for (; s < place.steps; s += by, offset += by * step) f(c, s, offset);
     }
   }
 
@@ -193,10 +207,10 @@ class TiledScan {
     if (number < plan_.groups * plan_.tiles) {
       const Place place = place_of(number);
       const Buffer to = buffer_at(buffer);
-      copy(place, to.a, of_a_, place.channel.a, scan_.a, pairs_.a, -static_cast<int>(Scan::kBackward));
-      copy(place, to.b, of_b_, place.channel.b, scan_.b, pairs_.b, 0);
+      copy(place, to.a, of_a_, place.channel.a, scan_.a, vectors_.a, -static_cast<int>(Scan::kBackward));
+      copy(place, to.b, of_b_, place.channel.b, scan_.b, vectors_.b, 0);
       if (Scan::kBackward && place.channel.h) {
-        copy(place, to.h, of_b_, place.channel.h, scan_.h, pairs_.h, 1);
+        copy(place, to.h, of_b_, place.channel.h, scan_.h, vectors_.h, 1);
       }
     }
     cp_async_commit_group();
@@ -205,40 +219,41 @@ class TiledScan {
   // later: how many steps later than those of the tile the elements are.
   template <typename E>
   __device__ __forceinline__ void copy(const Place& place, E* to, const TileLayout<E, kSteps>& layout,
-                                       const E* from, const ScanOperand<const E>& operand, bool pairs,
+                                       const E* from, const ScanOperand<const E>& operand, bool vectors,
                                        int later) const {
-    const auto at = [&](int c, int s) {
-      return from + (s + later) * operand.step + (c - place.own) * operand.strides[0];
-    };
-    const auto exists = [&](int s) {
-      const int64_t step = place.first_step + s + later;
-      return step >= 0 && step < scan_.steps;
-    };
-    if constexpr (sizeof(E) >= 4) {
-      for_each_element<1>(place, [&](int, int c, int s) {
-        if (exists(s)) cp_async<sizeof(E)>(to + layout.at(c, s), at(c, s), sizeof(E));
-      });
-    } else if (pairs) {
-      for_each_element<2>(place, [&](int, int c, int s) {
-        if (exists(s)) cp_async<4>(to + layout.at(c, s), from + (s + later) * operand.step + c - place.own, 4);
+    constexpr int kVector = 16 / sizeof(E);
+    from += later * operand.step;
+    const int64_t steps_left = scan_.steps - place.first_step;
+    const int least = place.first_step + later < 0 ? -later : 0;
+    const int most = place.steps + later > steps_left ? place.steps - later : place.steps;
+    if (vectors) {
+      for_each_vector<kVector>(place, operand.step, 1, [&](int c, int s, int64_t offset) {
+        if (least <= s && s < most) cp_async<16>(to + layout.at(c, s), from + offset, 16);
       });
     } else {
-      E elements[kSteps];
-      for_each_element<1, kSteps>(place, [&](int k, int c, int s) {
-        if (exists(s)) elements[k] = *at(c, s);
-      });
-      for_each_element<1, kSteps>(place, [&](int k, int c, int s) {
-        if (exists(s)) to[layout.at(c, s)] = elements[k];
+      for_each_vector<1>(place, operand.step, operand.strides[0], [&](int c, int s, int64_t offset) {
+        if (s < least || most <= s) return;
+        if constexpr (sizeof(E) >= 4) {
+          cp_async<sizeof(E)>(to + layout.at(c, s), from + offset, sizeof(E));
+        } else {
+          to[layout.at(c, s)] = __ldg(from + offset);
+        }
       });
     }
   }
 
   template <typename E>
   __device__ __forceinline__ void write(const Place& place, const E* from, const TileLayout<E, kSteps>& layout,
-                                        E* to, const ScanOperand<E>& operand) const {
-    for_each_element<1>(place, [&](int, int c, int s) {
-      to[s * operand.step + (c - place.own) * operand.strides[0]] = from[layout.at(c, s)];
-    });
+                                        E* to, const ScanOperand<E>& operand, bool vectors) const {
+    constexpr int kVector = 16 / sizeof(E);
+    if (vectors) {
+      for_each_vector<kVector>(place, operand.step, 1, [&](int c, int s, int64_t offset) {
+        *reinterpret_cast<uint4*>(to + offset) = *reinterpret_cast<const uint4*>(from + layout.at(c, s));
+      });
+    } else {
+      for_each_vector<1>(place, operand.step, operand.strides[0],
+                         [&](int c, int s, int64_t offset) { to[offset] = from[layout.at(c, s)]; });
+    }
   }
 
   // ---- A tile
@@ -368,16 +383,16 @@ class TiledScan {
       look_back.publish(whole_state);
       look_back.publish_state(whole_state);
     }
-    write(place, buffer.b, of_b_, place.channel.result, scan_.result);
+    write(place, buffer.b, of_b_, place.channel.result, scan_.result, vectors_.result);
     if (Scan::kBackward && place.channel.h) {
-      write(place, buffer.a, of_a_, place.channel.grad_a, scan_.grad_a);
+      write(place, buffer.a, of_a_, place.channel.grad_a, scan_.grad_a, vectors_.grad_a);
     }
   }
 
   const Scan& scan_;
   const ScanPlan& plan_;
   const TileLinks<F>& links_;
-  const ScanPairs& pairs_;
+  const ScanVectors& vectors_;
   const unsigned blocks_;
   const TileShared<Scan> shared_;
   char* const buffers_;

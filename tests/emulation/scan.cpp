@@ -120,7 +120,7 @@ void run(const Scan& scan, int shared_bytes) {
   const auto blocks_of = [](int64_t blocks) { return static_cast<int>(blocks); };
   if (runs_serially(scan)) {
     const int stage_steps = scan_stage_steps<Scan>(scan.channels.count, shared_bytes >> 10);
-    const ScanVectors vectors = scan_vectors(scan);
+    const ScanVectors vectors = vectors_of(scan, kScanWarp);
     return cuda_on_cpu::run({blocks_of(ceil_div(scan.channels.count, kScanWarp)), kScanWarp, 1,
                              static_cast<size_t>(kScanStages * stage_steps * kScanStepBytes<Scan>)},
                             [&] { SerialScan<Scan>(scan, vectors, stage_steps, current_block().memory()).run(); });
@@ -130,12 +130,12 @@ void run(const Scan& scan, int shared_bytes) {
   std::vector<uint4> memory(Links::bytes(plan.groups, plan.tiles, plan.width) / sizeof(uint4) + 1);
   std::memset(memory.data(), 0xff, memory.size() * sizeof(uint4));
   const Links links = Links::in(memory.data(), plan.groups, plan.tiles, plan.width);
-  const ScanPairs pairs = scan_pairs(scan, plan);
+  const ScanVectors vectors = tile_vectors_of(scan, plan);
   const int blocks = std::min(blocks_of(plan.blocks()), 7);
   const int bytes = tile_shared_bytes<Scan>(plan.threads);
   cuda_on_cpu::run({blocks, plan.threads, 1, static_cast<size_t>(bytes)}, [&] {
     auto* const shared = reinterpret_cast<char*>(current_block().memory());
-    TiledScan<Scan>(scan, plan, links, pairs, blocks, shared).run();
+    TiledScan<Scan>(scan, plan, links, vectors, blocks, shared).run();
   });
 }
 

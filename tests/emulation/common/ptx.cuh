@@ -25,8 +25,15 @@ inline void st_relaxed_gpu(void* address, uint2 x) {
   cuda_on_cpu::note_progress();
 }
 
-inline void st_relaxed_gpu(void* address, uint4 x) {
-  *static_cast<uint4*>(address) = x;
+struct alignas(16) Uint64Pair {
+  uint64_t x, y;
+};
+inline Uint64Pair ld_relaxed_gpu_u64_pair(const void* address) {
+  cuda_on_cpu::poll();
+  return *static_cast<const Uint64Pair*>(address);
+}
+inline void st_relaxed_gpu(void* address, Uint64Pair pair) {
+  *static_cast<Uint64Pair*>(address) = pair;
   cuda_on_cpu::note_progress();
 }
 
