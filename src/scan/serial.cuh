@@ -25,9 +25,10 @@ class SerialScan {
     a_ = static_cast<C*>(memory);
     b_ = reinterpret_cast<T*>(a_ + values);
     h_ = b_ + values;
-    const int64_t channel = int64_t{blockIdx.x} * kScanWarp + lane_, last = scan.channels.count - 1;
-    exists_ = channel <= last;
-    first_ = scan.channel(exists_ ? channel : last);
+    const int64_t first_channel = int64_t{blockIdx.x} * kScanWarp;
+    channels_ = static_cast<int>(min(scan.channels.count - first_channel, int64_t{kScanWarp}));
+    exists_ = lane_ < channels_;
+    first_ = scan.channel(first_channel + min(lane_, channels_ - 1));
     result_ = first_.result, grad_a_ = first_.grad_a, reset_ = first_.reset;
   }
 
@@ -70,7 +71,8 @@ class SerialScan {
     if (vectors) {
       constexpr int kVector = 16 / sizeof(E), kLanes = kScanWarp / kVector;  // lanes of a row
       const int row = lane_ / kLanes, column = lane_ % kLanes * kVector;
-      const E* x = from - lane_ + column + (first + row) * step;
+      if (column >= channels_) return;
+      const E* x = from + (column - min(lane_, channels_ - 1)) + (first + row) * step;
       E* place = to + row * kScanWarp + column;
 #pragma unroll 4
       for (int r = row; r < end; r += kVector, x += kVector * step, place += kVector * kScanWarp) {
@@ -133,6 +135,7 @@ class SerialScan {
   const int stage_steps_, lane_;
   C* a_;
   T *b_, *h_;      // [stages * steps, lanes], as a_
+  int channels_;   // of the block
   bool exists_;    // whether the lane has a channel, and need not repeat the last one
   Channel first_;  // its first step
   T* result_;      // those of the next step to run

@@ -360,7 +360,7 @@ class TiledScan {
     LookBack<F> look_back(links_, shared_.look_back, place.group, place.tile, plan_.tiles, width, rows_, row_,
                           column_);
     if (is_head && has_next && !in_turn) look_back.publish(whole);
-    W state = place.tile < kSegmentTiles ? to_wide(scan_.before_first(place.channel)) : W{};
+    W state = to_wide(scan_.before_first(place.channel));
     if (place.tile > 0) state = look_back.before(state, depth_);
     if (!in_turn) {
       if (is_head && has_next) look_back.publish_state(whole);
