@@ -29,8 +29,14 @@ __device__ __forceinline__ bool is_below(Complex<double> x) {
   return is_below<kExponent>(x.real) && is_below<kExponent>(x.imaginary);
 }
 
-__device__ __forceinline__ void set_one(double& x) { x = 1; }
-__device__ __forceinline__ void set_one(Complex<double>& x) { x = {1, 0}; }
+template <typename T>
+__device__ __forceinline__ void set_one(T& x) {
+  x = narrow<T>(1);
+}
+template <typename R>
+__device__ __forceinline__ void set_one(Complex<R>& x) {
+  x = {1, 0};
+}
 
 // A reset makes the state b, whatever it was before. Its mark is the factor -0, which no product gives.
 __device__ __forceinline__ void mark_reset(double& a) { a = -0.; }

@@ -176,6 +176,7 @@ class LookBack {
   // The state before the tile, from that before the segment `back` from its own.
   __device__ __forceinline__ State state_from(int back) {
     State state = shared_.states[back * width_ + column_];
+#pragma unroll 1
     for (int i = back; i >= 0; --i) {
       base_ = state;
       const F whole = shared_.segments[i * width_ + column_];
@@ -186,6 +187,7 @@ class LookBack {
   // Applies the functions of a segment's tiles before this one.
   __device__ __forceinline__ State in_turn(int64_t segment, State state) const {
     const int64_t first = segment * kSegmentTiles;
+#pragma unroll 1
     for (int64_t i = first; i < first + kSegmentTiles && i < tile_; ++i) {
       F part;
       read_published(parts_ + i * width_, part);

@@ -122,7 +122,10 @@ class Operands {
   ScanChannels channels() const {
     ScanChannels channels;
     channels.dims = static_cast<int>(merged_.size());
-    for (int d = 0; d < channels.dims; ++d) channels.count *= channels.sizes[d] = merged_[d];
+    for (int d = 0; d < channels.dims; ++d) {
+      channels.sizes[d] = Divisor(merged_[d]);
+      channels.count *= merged_[d];
+    }
     return channels;
   }
 

@@ -3,6 +3,7 @@
 // strides and a stream. No torch.
 #pragma once
 
+#include "common/divisor.h"
 #include "common/types.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
@@ -47,22 +48,24 @@ constexpr int kScanDims = 4;
 struct ScanChannels {
   int64_t count = 1;
   int dims = 0;
-  int64_t sizes[kScanDims] = {};
+  Divisor sizes[kScanDims];
 };
 
 struct ChannelIndex {
   int64_t of[kScanDims];
+  bool has_more;  // than one dimension
 };
 
 LLTM_HOST_DEVICE ChannelIndex index_of(const ScanChannels& channels, int64_t channel) {
-  ChannelIndex index = {};
+  ChannelIndex index = {{channel}, channels.dims > 1};
+  if (!index.has_more) return index;
 #pragma unroll
   for (int d = kScanDims - 1; d > 0; --d) {
     if (d >= channels.dims) continue;
-    index.of[d] = channel % channels.sizes[d];
-    channel /= channels.sizes[d];
+    const int64_t rest = channels.sizes[d].quotient(index.of[0]);
+    index.of[d] = index.of[0] - rest * channels.sizes[d].divisor;
+    index.of[0] = rest;
   }
-  index.of[0] = channel;
   return index;
 }
 
@@ -75,9 +78,11 @@ struct ScanOperand {
 
   LLTM_HOST_DEVICE P* at(const ChannelIndex& index) const {
     if (!data) return nullptr;
-    int64_t offset = 0;
+    int64_t offset = index.of[0] * strides[0];
+    if (index.has_more) {
 #pragma unroll
-    for (int d = 0; d < kScanDims; ++d) offset += index.of[d] * strides[d];
+      for (int d = 1; d < kScanDims; ++d) offset += index.of[d] * strides[d];
+    }
     return data + offset;
   }
   // Whether groups of `width` channels of a step consist of vectors of 16 bytes in memory.
@@ -85,7 +90,7 @@ struct ScanOperand {
     constexpr int kVector = 16 / sizeof(P);
     const int last = channels.dims > 1 ? channels.dims - 1 : 0;
     bool has = width % kVector == 0 && strides[last] == 1 && step % kVector == 0 &&
-               channels.sizes[last] % (last > 0 ? width : kVector) == 0 &&
+               channels.sizes[last].divisor % (last > 0 ? width : kVector) == 0 &&
                reinterpret_cast<uintptr_t>(data) % 16 == 0;
     for (int d = 0; d < last; ++d) has = has && strides[d] % kVector == 0;
     return has;
@@ -217,8 +222,8 @@ struct ScanPlan {
   int64_t tiles;              // tiles one after the other: steps / tile_steps
   bool time_is_fastest;       // whether adjacent steps are neighbours in memory
 
-  int rows() const { return threads >> width_bits; }  // of threads
-  int64_t blocks() const { return groups * tiles; }
+
+  LLTM_HOST_DEVICE int64_t blocks() const { return groups * tiles; }
 };
 
 // time_is_fastest changes no result.

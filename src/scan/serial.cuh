@@ -34,17 +34,13 @@ class SerialScan {
 
   __device__ __forceinline__ void run() {
     state_ = scan_.before_first(first_);
-    for (int i = 0; i < kScanStages - 1; ++i) copy(int64_t{i} * stage_steps_, i);
     int stage = 0;
-    for (int64_t first = 0; first < scan_.steps; first += stage_steps_) {
+    const int64_t ahead = int64_t{kScanStages - 1} * stage_steps_;
+    for (int64_t first = -ahead; first < scan_.steps; first += stage_steps_) {
       cp_async_wait_group<kScanStages - 2>();
       __syncwarp();  // all lanes' copies are here, and all have read the stage before
-      copy(first + int64_t{kScanStages - 1} * stage_steps_, (stage + kScanStages - 1) % kScanStages);
-      for (int k = 0; k < stage_steps_ && first + k < scan_.steps; k += kScanChunk) {
-        const int at = (stage * stage_steps_ + k) * kScanWarp + lane_;
-        const int64_t left = scan_.steps - (first + k);
-        left > kScanChunk ? run_chunk<true>(at, kScanChunk) : run_chunk<false>(at, static_cast<int>(left));
-      }
+      copy(first + ahead, (stage + kScanStages - 1) % kScanStages);
+      if (first >= 0) run_stage(first, stage);
       stage = (stage + 1) % kScanStages;
     }
     if (Scan::kBackward && exists_) {
@@ -53,6 +49,14 @@ class SerialScan {
   }
 
  private:
+  __device__ __forceinline__ void run_stage(int64_t first, int stage) {
+    for (int k = 0; k < stage_steps_ && first + k < scan_.steps; k += kScanChunk) {
+      const int at = (stage * stage_steps_ + k) * kScanWarp + lane_;
+      const int64_t left = scan_.steps - (first + k);
+      left > kScanChunk ? run_chunk<true>(at, kScanChunk) : run_chunk<false>(at, static_cast<int>(left));
+    }
+  }
+
   // Starts to copy a stage's steps, those that exist.
   __device__ __forceinline__ void copy(int64_t first, int stage) const {
     const int to = stage * stage_steps_ * kScanWarp;

@@ -125,6 +125,7 @@ class TiledScan {
         links_(links),
         vectors_(vectors),
         blocks_(blocks),
+        tiles_(static_cast<uint32_t>(plan.blocks())),
         shared_(memory, plan.threads),
         buffers_(memory + TileShared<Scan>::bytes(plan.threads)),
         of_a_(plan),
@@ -135,22 +136,18 @@ class TiledScan {
         column_(thread_ & (plan.width - 1)) {}
 
   __device__ __forceinline__ void run() {
-    const auto all = static_cast<uint32_t>(plan_.groups * plan_.tiles);
     uint32_t ahead = take(0);
-    if (thread_ == 0) shared_.taken[0] = ahead;
-    ahead = take(1);
-    __syncthreads();
-    copy(0);
-    for (uint32_t i = 0;; ++i) {
-      const int buffer = i % kTileBuffers, next = (i + 1) % kTileBuffers;
+    for (uint32_t i = 0;; ++i) {  // runs the tile before the i-th one that it takes
+      const int next = i % kTileBuffers, current = (i + 1) % kTileBuffers;
       if (thread_ == 0) shared_.taken[next] = ahead;
-      ahead = take(i + 2);
+      ahead = take(i + 1);
       cp_async_wait_group<0>();
-      __syncthreads();  // the tile is here, and the one before is written
-      const uint32_t number = shared_.taken[buffer];
-      if (number >= all) return;
+      __syncthreads();  // the tile is here, and the one before it is written
       copy(next);
-      run_tile(number, buffer_at(buffer));
+      if (i == 0) continue;
+      const uint32_t number = shared_.taken[current];
+      if (number >= tiles_) return;
+      run_tile(number, buffer_at(current));
     }
   }
 
@@ -186,17 +183,19 @@ class TiledScan {
   __device__ __forceinline__ void for_each_vector(const Place& place, int64_t step, int64_t stride,
                                                   const G& f) const {
     if (plan_.time_is_fastest) {
-#pragma unroll 4
+#pragma unroll 2
       for (int i = thread_; i < kSteps * plan_.threads; i += plan_.threads) {
         const int c = i >> plan_.tile_bits, s = i & (plan_.tile_steps - 1);
         if (c < place.channels && s < place.steps) f(c, s, s * step + (c - place.own) * stride);
       }
     } else {
-      const int lanes = plan_.width / kVector, c = thread_ % lanes * kVector, by = plan_.threads / lanes;
+      constexpr int kBits = kVector == 8 ? 3 : kVector / 2;
+      const int bits = plan_.width_bits - kBits, c = (thread_ & ((1 << bits) - 1)) * kVector;
+      const int by = plan_.threads >> bits;
       if (c >= place.channels) return;
-      int s = thread_ / lanes;
+      int s = thread_ >> bits;
       int64_t offset = s * step + (c - place.own);  // that is 0 for single elements
-#pragma unroll 4
+#pragma unroll 2
       for (; s < place.steps; s += by, offset += by * step) f(c, s, offset);
     }
   }
@@ -204,7 +203,7 @@ class TiledScan {
   // Starts to copy the tile of a buffer, if there is one.
   __device__ __forceinline__ void copy(int buffer) const {
     const uint32_t number = shared_.taken[buffer];
-    if (number < plan_.groups * plan_.tiles) {
+    if (number < tiles_) {
       const Place place = place_of(number);
       const Buffer to = buffer_at(buffer);
       copy(place, to.a, of_a_, place.channel.a, scan_.a, vectors_.a, -static_cast<int>(Scan::kBackward));
@@ -271,51 +270,43 @@ class TiledScan {
     return resets;
   }
 
+  // Makes those of the thread's steps that do not exist leave the state as it is.
+  __device__ __forceinline__ void fill(C* a, T* b, int count) const {
+    for (int k = count; k < kSteps; ++k) {
+      set_one(a[k * of_a_.step]);
+      b[k * of_b_.step] = T{};
+    }
+  }
+
   // The thread's steps as a function.
-  __device__ __forceinline__ F reduced(const C* a, const T* b, uint32_t forgets, int count) const {
+  template <bool kResets>
+  __device__ __forceinline__ F reduced(const C* a, const T* b, uint32_t forgets) const {
     F mine = F::identity();
     bool any_zero = false;
-#pragma unroll
+#pragma unroll 4
     for (int k = 0; k < kSteps; ++k) {
-      if (k < count) {
-        const A factor = forgets >> k & 1 ? A{} : scan_.factor(*a);
-        any_zero = any_zero || is_zero(factor);
-        const W wide = to_wide(factor);
-        mine = {multiply(wide, mine.a), multiply_add(wide, mine.b, to_wide(widen(*b)))};
-      }
+      const A factor = kResets && (forgets >> k & 1) ? A{} : scan_.factor(*a);
+      any_zero = any_zero || is_zero(factor);
+      const W wide = to_wide(factor);
+      mine = {multiply(wide, mine.a), multiply_add(wide, mine.b, to_wide(widen(*b)))};
       a += of_a_.step, b += of_b_.step;
     }
     mine.a = without_underflow(mine.a, any_zero);
-    if (forgets & ((1u << count) - 1)) mark_reset(mine.a);
+    if (kResets && forgets) mark_reset(mine.a);
     return mine;
   }
 
   // Runs the thread's steps from the state h, leaves the results in the buffer, and returns the last state.
-  // x: at the first of them. last: which of them is the last of all.
+  // resets: a bit a step, which is a reset itself.
+  template <bool kResets>
   __device__ __forceinline__ A run_steps(C* a, T* b, const T* before, uint32_t resets, uint32_t forgets,
-                                         int count, const Channel& x, int64_t last, A h) const {
-    constexpr int kAhead = kSteps < 4 ? kSteps : 4;  // steps that are read before they are run
-#pragma unroll
-    for (int first = 0; first < kSteps; first += kAhead) {
-      A factors[kAhead], sums[kAhead];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        factors[i] = scan_.factor(a[i * of_a_.step]), sums[i] = widen(b[i * of_b_.step]);
-      }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int k = first + i;
-        if (k < count) {
-          h = advance(factors[i], sums[i], forgets >> k & 1, h);
-          *b = narrow<T>(h);
-          if constexpr (Scan::kBackward) {
-            const bool is_reset = resets >> (k + 1) & 1;
-            if (x.h) *a = scan_.gradient_of_a(h, k == last ? scan_.before_all(x) : *before, is_reset);
-            if (k == last) scan_.store_grad_initial(scan_.moved(x, k), h, is_reset);
-          }
-        }
-        a += of_a_.step, b += of_b_.step, before += of_b_.step;
-      }
+                                         A h) const {
+#pragma unroll 4
+    for (int k = 0; k < kSteps; ++k) {
+      h = advance(scan_.factor(*a), widen(*b), kResets && (forgets >> k & 1), h);
+      *b = narrow<T>(h);
+      if (Scan::kBackward && scan_.h.data) *a = scan_.gradient_of_a(h, *before, kResets && (resets >> k & 1));
+      a += of_a_.step, b += of_b_.step, before += of_b_.step;
     }
     return h;
   }
@@ -327,11 +318,15 @@ class TiledScan {
     const int count = column_ < place.channels ? clamped(place.steps - in_tile, 0, kSteps) : 0;
     const Channel x = scan_.moved(place.channel, in_tile);
     const uint32_t resets = resets_at(x, first, count);
-    const uint32_t forgets = Scan::kBackward ? resets | (first == 0) : resets >> 1;
+    const uint32_t forgets =
+        (Scan::kBackward ? resets | (first == 0) : resets >> 1) & ((1u << count) - 1);
     C* const a = buffer.a + of_a_.at(column_, in_tile);
     T *const b = buffer.b + of_b_.at(column_, in_tile), *const h = buffer.h + of_b_.at(column_, in_tile);
+    const int64_t last = scan_.steps - 1 - first;  // which of the thread's steps is the last of all
+    if (count < kSteps) fill(a, b, count);
+    if (Scan::kBackward && x.h && 0 <= last && last < count) h[last * of_b_.step] = scan_.before_all(x);
 
-    F mine = reduced(a, b, forgets, count);
+    F mine = forgets ? reduced<true>(a, b, forgets) : reduced<false>(a, b, 0);
     // Where a warp has several rows: the functions of the rows before this one, and with it.
     const int lane = thread_ % kScanWarp;
     F before = F::identity();
@@ -352,6 +347,7 @@ class TiledScan {
     const bool is_head = row_ == 0, has_next = place.tile + 1 < plan_.tiles;
     F whole = F::identity();
     if (is_head && has_next) {
+#pragma unroll 1
       for (int i = 0; i < units; ++i) whole = then(whole, shared_.units[i * width + column_]);
       reliable = reliable && is_reliable(whole);
     }
@@ -364,18 +360,22 @@ class TiledScan {
     if (place.tile > 0) state = look_back.before(state, depth_);
     if (!in_turn) {
       if (is_head && has_next) look_back.publish_state(whole);
+#pragma unroll 1
       for (int i = 0; i < unit; ++i) state = apply(shared_.units[i * width + column_], state);
     } else if (is_head) {
       shared_.state[column_] = state;
     }
-    const int64_t last = scan_.steps - 1 - first;
     for (int turn = 0; turn < (in_turn ? rows_ : 1); ++turn) {
       if (in_turn) __syncthreads();
       if (in_turn && turn != row_) continue;
-      A from;
-      from_wide(from, in_turn ? shared_.state[column_] : apply(before, state));
-      const A to = run_steps(a, b, h, resets, forgets, count, x, last, from);
-      if (in_turn) shared_.state[column_] = to_wide(to);
+      A now;
+      from_wide(now, in_turn ? shared_.state[column_] : apply(before, state));
+      now = resets | forgets ? run_steps<true>(a, b, h, resets >> 1, forgets, now)
+                             : run_steps<false>(a, b, h, 0, 0, now);
+      if (in_turn) shared_.state[column_] = to_wide(now);
+      if (Scan::kBackward && 0 <= last && last < count) {
+        scan_.store_grad_initial(scan_.moved(x, last), now, resets >> (last + 1) & 1);
+      }
     }
     __syncthreads();
     if (is_head && has_next && in_turn) {
@@ -393,7 +393,7 @@ class TiledScan {
   const ScanPlan& plan_;
   const TileLinks<F>& links_;
   const ScanVectors& vectors_;
-  const unsigned blocks_;
+  const uint32_t blocks_, tiles_;  // how many there are
   const TileShared<Scan> shared_;
   char* const buffers_;
   const TileLayout<C, kSteps> of_a_;

@@ -195,8 +195,8 @@ void run_case(const std::string& name, const Case& c, int shared_bytes) {
       break;
   }
 
-  ScanChannels sizes = {channels, 2, {c.rows, c.columns}};
-  if (c.rows == 1) sizes = {channels, 1, {c.columns}};  // as tensors' dimensions are merged
+  ScanChannels sizes = {channels, 2, {Divisor(c.rows), Divisor(c.columns)}};
+  if (c.rows == 1) sizes = {channels, 1, {Divisor(c.columns)}};  // as tensors' dimensions are merged
   ScanOperand<const bool> flags;
   const bool* const flag_data = reinterpret_cast<const bool*>(resets.data());
   const auto flags_of = [&](bool backward) {
