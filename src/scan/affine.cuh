@@ -62,7 +62,9 @@ __device__ __forceinline__ Complex<double> without_underflow(Complex<double> pro
   return {any_zero ? 0. : 5e-324, 0};
 }
 
-__device__ __forceinline__ double plain_nan(double x) { return x == x ? x : __longlong_as_double(0x7ff8ll << 48); }
+__device__ __forceinline__ double plain_nan(double x) {
+  return x == x ? x : __longlong_as_double(0x7ff8ll << 48);
+}
 __device__ __forceinline__ Complex<double> plain_nan(Complex<double> x) {
   return {plain_nan(x.real), plain_nan(x.imaginary)};
 }

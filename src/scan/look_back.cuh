@@ -1,9 +1,9 @@
 // How the blocks that have successive tiles of the same channels find the state before their tile.
 //
 // A block publishes its tile as a function of the state before it (F; affine.cuh has scan's). Tiles are in
-// segments of eight, and the block of a segment's last tile publishes the state after it too. So a block starts
-// from the nearest such state, and applies to it the segments in between and the part of its own segment
-// before it. Its threads compose the functions of these segments at once.
+// segments of eight, and the block of a segment's last tile publishes the state after it too. So a block
+// starts from the nearest such state, and applies to it the segments in between and the part of its own
+// segment before it. Its threads compose the functions of these segments at once.
 //
 // Every state is found in the same way wherever one starts, so the result does not depend on when blocks run.
 // What is not published yet has all bits set in memory, so there are no flags, and no fence.
@@ -72,11 +72,11 @@ __device__ __forceinline__ void publish(F* to, const F& f) {
 // Of a block with some number of threads: [segments, width], and [width].
 template <class F>
 struct LookBackShared {
-  F* segments;                 // as functions
-  typename F::State* states;   // before the segments
-  unsigned char* found;        // 0: not all parts of the segment; 1: all; 2: the state before it too
-  typename F::State* before;   // the tile
-  int* depth;                  // how many segments the first channel needed
+  F* segments;                // as functions
+  typename F::State* states;  // before the segments
+  unsigned char* found;       // 0: not all parts of the segment; 1: all; 2: the state before it too
+  typename F::State* before;  // the tile
+  int* depth;                 // how many segments the first channel needed
 
   static constexpr int kBytes = sizeof(F) + 2 * sizeof(typename F::State) + sizeof(int);  // for each thread
   __device__ __forceinline__ LookBackShared(char* memory, int threads)
@@ -94,7 +94,8 @@ class LookBack {
   using Shared = LookBackShared<F>;
 
  public:
-  // row, column: the thread's place among those of its channel, and its channel in the tile. rows: of a block.
+  // row, column: the thread's place among those of its channel, and its channel in the tile. rows: of a
+  // block.
   __device__ __forceinline__ LookBack(const TileLinks<F>& links, const Shared& shared, int64_t group,
                                       int64_t tile, int64_t tiles, int width, int rows, int row, int column)
       : shared_(shared),
@@ -131,13 +132,13 @@ class LookBack {
     return shared_.before[column_];
   }
 
-  // By the threads of row 0, after `before`: if the tile is the last of its segment, tells the state after it.
+  // By the threads of row 0, after `before`: if the tile is the last of its segment, tells the state after
+  // it.
   __device__ __forceinline__ void publish_state(const F& part) const {
     if (tile_ % kSegmentTiles != kSegmentTiles - 1) return;
     const int64_t segment = tile_ / kSegmentTiles;
     const F whole = then(shared_.segments[column_], part);
-    const State state = is_reliable(whole) ? apply(whole, base_)
-                                           : apply(part, in_turn(segment, base_));
+    const State state = is_reliable(whole) ? apply(whole, base_) : apply(part, in_turn(segment, base_));
     lltm_ext::publish(after_ + segment * width_, F::constant(state));
   }
 

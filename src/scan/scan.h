@@ -118,13 +118,13 @@ struct Scan {
   int64_t steps;
   ScanChannels channels;
   ScanOperand<const C> a;
-  ScanOperand<const T> b;           // backward: the gradient of h
-  ScanOperand<const T> h;           // backward: forward's result, or null if grad_a is not wanted
-  ScanOperand<const T> initial;     // of one step; null: zeros
-  ScanOperand<const bool> reset;    // null: none
-  ScanOperand<T> result;            // h; backward: grad_b
-  ScanOperand<C> grad_a;            // null if h is
-  ScanOperand<T> grad_initial;      // of one step; null: not wanted
+  ScanOperand<const T> b;         // backward: the gradient of h
+  ScanOperand<const T> h;         // backward: forward's result, or null if grad_a is not wanted
+  ScanOperand<const T> initial;   // of one step; null: zeros
+  ScanOperand<const bool> reset;  // null: none
+  ScanOperand<T> result;          // h; backward: grad_b
+  ScanOperand<C> grad_a;          // null if h is
+  ScanOperand<T> grad_initial;    // of one step; null: not wanted
 
   // Pointers to a step of a channel.
   struct Channel {
@@ -200,9 +200,10 @@ constexpr int kScanStepBytes =
 // The steps of a stage: a multiprocessor needs so many bytes on the way to be as fast as memory.
 template <class Scan>
 int scan_stage_steps(int64_t channels, int multiprocessors) {
-  constexpr int64_t kBytes = 64 << 10, kMost = 48 << 10;  // of a multiprocessor, of a block
+  constexpr int64_t kBytes = 96 << 10, kMost = 96 << 10;  // of a multiprocessor, of a block
   const int64_t blocks = ceil_div(channels, int64_t{kScanWarp} * multiprocessors);
-  const int64_t bytes = clamped(kBytes / blocks, int64_t{0}, kMost), chunk = kScanStages * kScanChunk * kScanStepBytes<Scan>;
+  const int64_t bytes = clamped(kBytes / blocks, int64_t{0}, kMost),
+                chunk = kScanStages * kScanChunk * kScanStepBytes<Scan>;
   return static_cast<int>(larger<int64_t>(bytes / chunk, 1)) * kScanChunk;
 }
 
@@ -210,9 +211,9 @@ int scan_stage_steps(int64_t channels, int multiprocessors) {
 
 // The most threads of a block; the steps of a thread.
 template <class Scan>
-constexpr int kScanThreads = 2048 / sizeof(typename Scan::A);
+constexpr int kScanThreads = 1024 / sizeof(typename Scan::A);
 template <class Scan>
-constexpr int kScanSteps = larger<int>((Scan::kBackward ? 32 : 64) / sizeof(typename Scan::A), 2);
+constexpr int kScanSteps = (Scan::kBackward ? 64 : 128) / sizeof(typename Scan::A);
 
 struct ScanPlan {
   int threads;
@@ -221,7 +222,6 @@ struct ScanPlan {
   int64_t groups;             // tiles side by side: channels / width
   int64_t tiles;              // tiles one after the other: steps / tile_steps
   bool time_is_fastest;       // whether adjacent steps are neighbours in memory
-
 
   LLTM_HOST_DEVICE int64_t blocks() const { return groups * tiles; }
 };

@@ -32,7 +32,8 @@ void run_channels(const Scan& scan, int64_t first, int count) {
       }
       *x.result = narrow<typename Scan::T>(h[i]);
       if constexpr (Scan::kBackward) {
-        if (x.h) *x.grad_a = scan.gradient_of_a(h[i], is_last ? scan.before_all(x) : x.h[scan.h.step], is_reset);
+        if (x.h)
+          *x.grad_a = scan.gradient_of_a(h[i], is_last ? scan.before_all(x) : x.h[scan.h.step], is_reset);
         if (is_last) scan.store_grad_initial(x, h[i], is_reset);
         was_reset[i] = is_reset;
       }
@@ -55,7 +56,7 @@ void run_scan(const Scan& scan) {
   });
 }
 
-#define LLTM_SCAN(T, C)                                   \
+#define LLTM_SCAN(T, C)                                  \
   template void run_scan(const Scan<T, C, false>& scan); \
   template void run_scan(const Scan<T, C, true>& scan);
 LLTM_SCAN(float, float)

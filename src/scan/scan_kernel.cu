@@ -19,7 +19,8 @@ __global__ void __launch_bounds__(kScanThreads<Scan>)
     tiled_scan_kernel(const __grid_constant__ Scan scan, const __grid_constant__ ScanPlan plan,
                       const __grid_constant__ TileLinks<Affine<wide_t<Scan>>> links,
                       const __grid_constant__ ScanVectors vectors) {
-  TiledScan<Scan>(scan, plan, links, vectors, gridDim.x, reinterpret_cast<char*>(dynamic_shared_floats())).run();
+  TiledScan<Scan>(scan, plan, links, vectors, gridDim.x, reinterpret_cast<char*>(dynamic_shared_floats()))
+      .run();
 }
 
 template <class Scan>
@@ -27,8 +28,11 @@ cudaError_t run_serially(const Scan& scan, const DeviceInfo& device, cudaStream_
   const int64_t channels = scan.channels.count, blocks = ceil_div(channels, kScanWarp);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const int stage_steps = scan_stage_steps<Scan>(channels, device.multiprocessors);
-  serial_scan_kernel<<<static_cast<unsigned>(blocks), kScanWarp, kScanStages * stage_steps * kScanStepBytes<Scan>,
-                       stream>>>(scan, vectors_of(scan, kScanWarp), stage_steps);
+  const int bytes = kScanStages * stage_steps * kScanStepBytes<Scan>;
+  const auto kernel = serial_scan_kernel<Scan>;
+  if (const cudaError_t error = set_max_dynamic_shared(kernel, bytes); error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(blocks), kScanWarp, bytes, stream>>>(scan, vectors_of(scan, kScanWarp),
+                                                                      stage_steps);
   return cudaGetLastError();
 }
 
@@ -61,7 +65,8 @@ cudaError_t scan_workspace_bytes(const Scan& scan, int64_t& bytes) {
   DeviceInfo device;
   if (const cudaError_t error = current_device_info(device); error != cudaSuccess) return error;
   const ScanPlan plan = plan_of(scan, device.shared_bytes);
-  bytes = runs_serially(scan) ? 0 : TileLinks<Affine<wide_t<Scan>>>::bytes(plan.groups, plan.tiles, plan.width);
+  bytes =
+      runs_serially(scan) ? 0 : TileLinks<Affine<wide_t<Scan>>>::bytes(plan.groups, plan.tiles, plan.width);
   return cudaSuccess;
 }
 
@@ -73,8 +78,8 @@ cudaError_t run_scan(const Scan& scan, void* workspace, cudaStream_t stream) {
   return run_tiles(scan, plan_of(scan, device.shared_bytes), workspace, device, stream);
 }
 
-#define LLTM_SCAN_OF(T, C, BACKWARD)                                                       \
-  template cudaError_t scan_workspace_bytes(const Scan<T, C, BACKWARD>& scan, int64_t&);   \
+#define LLTM_SCAN_OF(T, C, BACKWARD)                                                     \
+  template cudaError_t scan_workspace_bytes(const Scan<T, C, BACKWARD>& scan, int64_t&); \
   template cudaError_t run_scan(const Scan<T, C, BACKWARD>& scan, void*, cudaStream_t);
 #define LLTM_SCAN(T, C) LLTM_SCAN_OF(T, C, false) LLTM_SCAN_OF(T, C, true)
 LLTM_SCAN(float, float)

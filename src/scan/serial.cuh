@@ -19,7 +19,8 @@ class SerialScan {
 
  public:
   // memory: kScanStages * stage_steps * kScanStepBytes<Scan> bytes.
-  __device__ __forceinline__ SerialScan(const Scan& scan, const ScanVectors& vectors, int stage_steps, void* memory)
+  __device__ __forceinline__ SerialScan(const Scan& scan, const ScanVectors& vectors, int stage_steps,
+                                        void* memory)
       : scan_(scan), vectors_(vectors), stage_steps_(stage_steps), lane_(threadIdx.x) {
     const int values = kScanStages * stage_steps * kScanWarp;
     a_ = static_cast<C*>(memory);
@@ -125,7 +126,8 @@ class SerialScan {
       if constexpr (Scan::kBackward) {
         const bool is_last = !kFull && k + 1 == count;
         if (has_h) {
-          const C grad = scan_.gradient_of_a(state_, is_last ? scan_.before_all(first_) : before[k], reset[k]);
+          const C grad =
+              scan_.gradient_of_a(state_, is_last ? scan_.before_all(first_) : before[k], reset[k]);
           if (exists_) *grad_a_ = grad;
           grad_a_ += scan_.grad_a.step;
         }

@@ -1,10 +1,10 @@
 // The scan of few channels: time is divided too.
 //
-// A block takes tiles of some channels and steps, one after the other, and copies the next one to shared memory
-// while it runs one. Each of its threads has some successive steps of one channel. The thread first reduces its
-// steps to an affine function of the state before them. The block combines these functions into the tile's,
-// finds the state before the tile (look_back.cuh), and from it the one before each thread's steps. Then the
-// threads run their steps.
+// A block takes tiles of some channels and steps, one after the other, and copies the next one to shared
+// memory while it runs one. Each of its threads has some successive steps of one channel. The thread first
+// reduces its steps to an affine function of the state before them. The block combines these functions into
+// the tile's, finds the state before the tile (look_back.cuh), and from it the one before each thread's
+// steps. Then the threads run their steps.
 //
 // Where coefficients grow, or are not finite, a function may lose what a loop over the steps would find. In
 // such a tile the threads run their steps one after the other, and later tiles see the state after it.
@@ -57,14 +57,15 @@ constexpr int kTileBuffers = 2;
 template <class Scan>
 struct TileShared {
   using F = Affine<wide_t<Scan>>;
-  F* units;  // [units, width]: units of rows as functions
+  F* units;             // [units, width]: units of rows as functions
   wide_t<Scan>* state;  // [width]: where threads take turns
   LookBackShared<F> look_back;
   unsigned* taken;  // [kTileBuffers]: the tiles in the buffers
 
   LLTM_HOST_DEVICE static int bytes(int threads) {
     const int of_all = threads * static_cast<int>(sizeof(F) + sizeof(wide_t<Scan>)) +
-                       threads * LookBackShared<F>::kBytes + kTileBuffers * static_cast<int>(sizeof(unsigned));
+                       threads * LookBackShared<F>::kBytes +
+                       kTileBuffers * static_cast<int>(sizeof(unsigned));
     return static_cast<int>(ceil_div(of_all, 16)) * 16;
   }
   __device__ __forceinline__ TileShared(char* memory, int threads)
@@ -98,10 +99,10 @@ ScanVectors tile_vectors_of(const Scan& scan, const ScanPlan& plan) {
 template <class Scan>
 struct TilePlace {
   int64_t group, tile;
-  int64_t first_step;                // of the tile
-  int steps, channels;               // of the tile, that exist
-  int own;                           // the column of `channel`: the thread's, or the last one if it has none
-  typename Scan::Channel channel;    // at the tile's first step
+  int64_t first_step;              // of the tile
+  int steps, channels;             // of the tile, that exist
+  int own;                         // the column of `channel`: the thread's, or the last one if it has none
+  typename Scan::Channel channel;  // at the tile's first step
 };
 
 template <class Scan>
@@ -152,7 +153,8 @@ class TiledScan {
   }
 
  private:
-  // Blocks take tiles in the order in which they have to be run, so all tiles that a block waits for are taken.
+  // Blocks take tiles in the order in which they have to be run, so all tiles that a block waits for are
+  // taken.
   __device__ __forceinline__ uint32_t take(uint32_t i) const {
     if (plan_.tiles == 1) return blockIdx.x + i * blocks_;
     return thread_ == 0 ? atomicAdd(links_.started, 1u) + 1 : 0;
@@ -167,7 +169,8 @@ class TiledScan {
     place.tile = number / static_cast<uint32_t>(plan_.groups);
     place.group = number - place.tile * plan_.groups;
     place.first_step = place.tile << plan_.tile_bits;
-    const int64_t first_channel = place.group << plan_.width_bits, channels = scan_.channels.count - first_channel;
+    const int64_t first_channel = place.group << plan_.width_bits,
+                  channels = scan_.channels.count - first_channel;
     place.steps = static_cast<int>(min(scan_.steps - place.first_step, int64_t{plan_.tile_steps}));
     place.channels = static_cast<int>(min(channels, int64_t{plan_.width}));
     place.own = min(column_, place.channels - 1);
@@ -177,8 +180,8 @@ class TiledScan {
 
   // ---- Between memory and a buffer
 
-  // Calls f(c, s, offset) for the vectors of channels, or elements, of a tile that this thread copies. offset: in
-  // memory, from the tile's first step of the thread's channel.
+  // Calls f(c, s, offset) for the vectors of channels, or elements, of a tile that this thread copies.
+  // offset: in memory, from the tile's first step of the thread's channel.
   template <int kVector, class G>
   __device__ __forceinline__ void for_each_vector(const Place& place, int64_t step, int64_t stride,
                                                   const G& f) const {
@@ -242,8 +245,9 @@ class TiledScan {
   }
 
   template <typename E>
-  __device__ __forceinline__ void write(const Place& place, const E* from, const TileLayout<E, kSteps>& layout,
-                                        E* to, const ScanOperand<E>& operand, bool vectors) const {
+  __device__ __forceinline__ void write(const Place& place, const E* from,
+                                        const TileLayout<E, kSteps>& layout, E* to,
+                                        const ScanOperand<E>& operand, bool vectors) const {
     constexpr int kVector = 16 / sizeof(E);
     if (vectors) {
       for_each_vector<kVector>(place, operand.step, 1, [&](int c, int s, int64_t offset) {
@@ -258,13 +262,13 @@ class TiledScan {
   // ---- A tile
 
   // A bit a step of the thread that is a reset, and before them one for the step before.
-  __device__ __forceinline__ uint32_t resets_at(const Channel& x, int64_t first, int count) const {
-    uint32_t resets = 0;
+  __device__ __forceinline__ uint64_t resets_at(const Channel& x, int64_t first, int count) const {
+    uint64_t resets = 0;
     if (!scan_.reset.data) return resets;
-#pragma unroll
+#pragma unroll 8
     for (int k = -1; k < kSteps; ++k) {
       if (k >= 0 ? k < count : Scan::kBackward && count > 0 && first > 0) {
-        resets |= static_cast<uint32_t>(x.reset[k * scan_.reset.step]) << (k + 1);
+        resets |= static_cast<uint64_t>(x.reset[k * scan_.reset.step]) << (k + 1);
       }
     }
     return resets;
@@ -280,7 +284,7 @@ class TiledScan {
 
   // The thread's steps as a function.
   template <bool kResets>
-  __device__ __forceinline__ F reduced(const C* a, const T* b, uint32_t forgets) const {
+  __device__ __forceinline__ F reduced(const C* a, const T* b, uint64_t forgets) const {
     F mine = F::identity();
     bool any_zero = false;
 #pragma unroll 4
@@ -299,7 +303,7 @@ class TiledScan {
   // Runs the thread's steps from the state h, leaves the results in the buffer, and returns the last state.
   // resets: a bit a step, which is a reset itself.
   template <bool kResets>
-  __device__ __forceinline__ A run_steps(C* a, T* b, const T* before, uint32_t resets, uint32_t forgets,
+  __device__ __forceinline__ A run_steps(C* a, T* b, const T* before, uint64_t resets, uint64_t forgets,
                                          A h) const {
 #pragma unroll 4
     for (int k = 0; k < kSteps; ++k) {
@@ -317,9 +321,9 @@ class TiledScan {
     const int64_t first = place.first_step + in_tile;
     const int count = column_ < place.channels ? clamped(place.steps - in_tile, 0, kSteps) : 0;
     const Channel x = scan_.moved(place.channel, in_tile);
-    const uint32_t resets = resets_at(x, first, count);
-    const uint32_t forgets =
-        (Scan::kBackward ? resets | (first == 0) : resets >> 1) & ((1u << count) - 1);
+    const uint64_t resets = resets_at(x, first, count);
+    const uint64_t forgets =
+        (Scan::kBackward ? resets | (first == 0) : resets >> 1) & ((uint64_t{1} << count) - 1);
     C* const a = buffer.a + of_a_.at(column_, in_tile);
     T *const b = buffer.b + of_b_.at(column_, in_tile), *const h = buffer.h + of_b_.at(column_, in_tile);
     const int64_t last = scan_.steps - 1 - first;  // which of the thread's steps is the last of all

@@ -121,9 +121,10 @@ void run(const Scan& scan, int shared_bytes) {
   if (runs_serially(scan)) {
     const int stage_steps = scan_stage_steps<Scan>(scan.channels.count, shared_bytes >> 10);
     const ScanVectors vectors = vectors_of(scan, kScanWarp);
-    return cuda_on_cpu::run({blocks_of(ceil_div(scan.channels.count, kScanWarp)), kScanWarp, 1,
-                             static_cast<size_t>(kScanStages * stage_steps * kScanStepBytes<Scan>)},
-                            [&] { SerialScan<Scan>(scan, vectors, stage_steps, current_block().memory()).run(); });
+    return cuda_on_cpu::run(
+        {blocks_of(ceil_div(scan.channels.count, kScanWarp)), kScanWarp, 1,
+         static_cast<size_t>(kScanStages * stage_steps * kScanStepBytes<Scan>)},
+        [&] { SerialScan<Scan>(scan, vectors, stage_steps, current_block().memory()).run(); });
   }
   const ScanPlan plan = plan_of(scan, shared_bytes);
   using Links = TileLinks<Affine<wide_t<Scan>>>;
@@ -320,7 +321,8 @@ void run_all() {
     if (c.values == Values::kDiverging) continue;
     run_case<double, double>(name + ", double", c, shared_bytes);
     // An infinite complex number has a finite part, which is rounded.
-    if (c.values != Values::kDecaying) run_case<Complex<float>, Complex<float>>(name + ", complex", c, shared_bytes);
+    if (c.values != Values::kDecaying)
+      run_case<Complex<float>, Complex<float>>(name + ", complex", c, shared_bytes);
     if (c.values != Values::kNormal) continue;
     run_case<__half, __half>(name + ", half", c, shared_bytes);
     run_case<__nv_bfloat16, float>(name + ", bfloat16 and float", c, shared_bytes);
