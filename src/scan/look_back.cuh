@@ -69,22 +69,31 @@ __device__ __forceinline__ void publish(F* to, const F& f) {
   }
 }
 
+// The functions one after the other, composed as a tree. It replaces them.
+template <class F>
+__device__ __forceinline__ F composed(F (&parts)[kSegmentTiles]) {
+#pragma unroll
+  for (int count = kSegmentTiles / 2; count > 0; count /= 2) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) parts[i] = then(parts[2 * i], parts[2 * i + 1]);
+  }
+  return parts[0];
+}
+
 // Of a block with some number of threads: [segments, width], and [width].
 template <class F>
 struct LookBackShared {
   F* segments;                // as functions
   typename F::State* states;  // before the segments
-  unsigned char* found;       // 0: not all parts of the segment; 1: all; 2: the state before it too
+  bool* is_known;             // whether the state before a segment is
   typename F::State* before;  // the tile
-  int* depth;                 // how many segments the first channel needed
 
-  static constexpr int kBytes = sizeof(F) + 2 * sizeof(typename F::State) + sizeof(int);  // for each thread
+  static constexpr int kBytes = sizeof(F) + 2 * sizeof(typename F::State) + sizeof(bool);  // for each thread
   __device__ __forceinline__ LookBackShared(char* memory, int threads)
       : segments(reinterpret_cast<F*>(memory)),
         states(reinterpret_cast<typename F::State*>(segments + threads)),
-        found(reinterpret_cast<unsigned char*>(states + 2 * threads)),
-        before(states + threads),
-        depth(reinterpret_cast<int*>(found + threads)) {}
+        is_known(reinterpret_cast<bool*>(states + 2 * threads)),
+        before(states + threads) {}
 };
 
 // A tile among those of its channels. All threads of a block call each function together.
@@ -94,16 +103,14 @@ class LookBack {
   using Shared = LookBackShared<F>;
 
  public:
-  // row, column: the thread's place among those of its channel, and its channel in the tile. rows: of a
-  // block.
+  // row, column: the thread's place among those of its channel, and its channel in the tile.
   __device__ __forceinline__ LookBack(const TileLinks<F>& links, const Shared& shared, int64_t group,
-                                      int64_t tile, int64_t tiles, int width, int rows, int row, int column)
+                                      int64_t tile, int64_t tiles, int width, int row, int column)
       : shared_(shared),
         parts_(links.parts + group * tiles * width + column),
         after_(links.after + group * TileLinks<F>::segments(tiles) * width + column),
         tile_(tile),
         width_(width),
-        rows_(rows),
         row_(row),
         column_(column) {}
 
@@ -112,82 +119,67 @@ class LookBack {
     lltm_ext::publish(parts_ + tile_ * width_, part);
   }
 
-  // The state before the tile, given that before all. depth: how many segments to ask for at first, which the
-  // tile before this one of the block needed.
-  __device__ __forceinline__ State before(const State& initial, int& depth) {
-    for (;;) {
-      if (row_ < depth) ask(initial);
-      __syncthreads();
-      bool found = true;
-      if (row_ == 0) {
-        const int back = nearest_state(depth);
-        found = back >= 0;
-        if (found) shared_.before[column_] = state_from(back);
-        if (column_ == 0) *shared_.depth = back + 1;
-      }
-      if (__syncthreads_and(found)) break;
-      depth = min(2 * depth, rows_);
-    }
-    depth = *shared_.depth;
+  // The state before the tile, given that before all. depth: in how many segments, at most as many as there are
+  // rows, a known state is looked for; the one before the last of them is waited for.
+  __device__ __forceinline__ State before(const State& initial, int depth) {
+    if (row_ < depth) read_segment(initial, row_ + 1 == depth);
+    __syncthreads();
+    if (row_ == 0) shared_.before[column_] = state_before();
+    __syncthreads();
     return shared_.before[column_];
   }
 
-  // By the threads of row 0, after `before`: if the tile is the last of its segment, tells the state after
-  // it.
-  __device__ __forceinline__ void publish_state(const F& part) const {
+  // By the threads of row 0, after `before`: if the tile is the last of its segment, tells the state after it.
+  __device__ __forceinline__ void publish_state(const F& part) {
     if (tile_ % kSegmentTiles != kSegmentTiles - 1) return;
-    const int64_t segment = tile_ / kSegmentTiles;
-    const F whole = then(shared_.segments[column_], part);
-    const State state = is_reliable(whole) ? apply(whole, base_) : apply(part, in_turn(segment, base_));
-    lltm_ext::publish(after_ + segment * width_, F::constant(state));
+    F parts[kSegmentTiles];
+#pragma unroll
+    for (int i = 0; i < kSegmentTiles; ++i) parts[i] = i + 1 < kSegmentTiles ? own_parts_[i] : part;
+    const F whole = composed(parts);
+    const State state = is_reliable(whole) ? apply(whole, base_) : apply(part, in_turn(0, base_));
+    lltm_ext::publish(after_ + tile_ / kSegmentTiles * width_, F::constant(state));
   }
 
  private:
-  // Looks for the parts of the row's segment, and for the state before it.
-  __device__ __forceinline__ void ask(const State& initial) const {
+  // Waits for the parts of the row's segment before the tile, and for the state before it, if `must_know`.
+  __device__ __forceinline__ void read_segment(const State& initial, bool must_know) {
     const int64_t segment = tile_ / kSegmentTiles - row_, first = segment * kSegmentTiles;
-    const int at = row_ * width_ + column_;
+    if (segment < 0) return;  // the state before the first one is known
     F parts[kSegmentTiles], state = F::constant(initial);
-    bool has_parts = segment >= 0, has_state = segment <= 0;
-    if (segment > 0) has_state = read_published(after_ + (segment - 1) * width_, state);
+    bool is_known = segment == 0, has_parts;
+    do {
+      if (!is_known) is_known = read_published(after_ + (segment - 1) * width_, state);
+      has_parts = true;
 #pragma unroll
-    for (int i = 0; i < kSegmentTiles; ++i) {
-      if (segment < 0 || first + i >= tile_) continue;
-      has_parts = read_published(parts_ + (first + i) * width_, parts[i]) && has_parts;
-    }
-    F whole = F::identity();
+      for (int i = 0; i < kSegmentTiles; ++i) {
+        parts[i] = F::identity();
+        if (first + i < tile_) has_parts = read_published(parts_ + (first + i) * width_, parts[i]) && has_parts;
+      }
+    } while (!has_parts || (must_know && !is_known));
 #pragma unroll
-    for (int i = 0; i < kSegmentTiles; ++i) {
-      if (has_parts && first + i < tile_) whole = i == 0 ? parts[0] : then(whole, parts[i]);
-    }
-    shared_.segments[at] = whole;
+    for (int i = 0; i < kSegmentTiles - 1; ++i) own_parts_[i] = parts[i];
+    const int at = row_ * width_ + column_;
+    shared_.segments[at] = composed(parts);
     shared_.states[at] = state.b;
-    shared_.found[at] = !has_parts ? 0 : has_state ? 2 : 1;
+    shared_.is_known[at] = is_known;
   }
 
-  // How many segments back the nearest state is from which all parts are known; -1 if none is.
-  __device__ __forceinline__ int nearest_state(int depth) const {
-    for (int i = 0; i < depth; ++i) {
-      const unsigned char found = shared_.found[i * width_ + column_];
-      if (found != 1) return found == 2 ? i : -1;
-    }
-    return -1;
-  }
-
-  // The state before the tile, from that before the segment `back` from its own.
-  __device__ __forceinline__ State state_from(int back) {
+  // From the nearest known state.
+  __device__ __forceinline__ State state_before() {
+    int back = 0;
+    while (!shared_.is_known[back * width_ + column_]) ++back;
     State state = shared_.states[back * width_ + column_];
 #pragma unroll 1
-    for (int i = back; i >= 0; --i) {
+    for (; back >= 0; --back) {
       base_ = state;
-      const F whole = shared_.segments[i * width_ + column_];
-      state = is_reliable(whole) ? apply(whole, state) : in_turn(tile_ / kSegmentTiles - i, state);
+      const F whole = shared_.segments[back * width_ + column_];
+      state = is_reliable(whole) ? apply(whole, state) : in_turn(back, state);
     }
     return state;
   }
-  // Applies the functions of a segment's tiles before this one.
-  __device__ __forceinline__ State in_turn(int64_t segment, State state) const {
-    const int64_t first = segment * kSegmentTiles;
+  // Applies the functions of the tiles of a segment before this one.
+  __device__ __forceinline__ State in_turn(int back, State state) const {
+    const int64_t first = (tile_ / kSegmentTiles - back) * kSegmentTiles;
 #pragma unroll 1
     for (int64_t i = first; i < first + kSegmentTiles && i < tile_; ++i) {
       F part;
@@ -200,8 +192,9 @@ class LookBack {
   const Shared& shared_;
   F *const parts_, *const after_;
   const int64_t tile_;
-  const int width_, rows_, row_, column_;
-  State base_ = {};  // before the tile's segment
+  const int width_, row_, column_;
+  State base_ = {};                  // before the tile's segment
+  F own_parts_[kSegmentTiles - 1];   // of that segment, in row 0
 };
 
 }  // namespace lltm_ext

@@ -134,7 +134,11 @@ class TiledScan {
         thread_(static_cast<int>(threadIdx.x)),
         rows_(plan.threads >> plan.width_bits),
         row_(thread_ >> plan.width_bits),
-        column_(thread_ & (plan.width - 1)) {}
+        column_(thread_ & (plan.width - 1)) {
+    // Of as many tiles as run at once, some segment has a known state before it, or soon has.
+    const auto at_once = static_cast<int>(ceil_div(blocks, plan.groups));
+    depth_ = min(static_cast<int>(ceil_div(at_once, kSegmentTiles)) + 1, rows_);
+  }
 
   __device__ __forceinline__ void run() {
     uint32_t ahead = take(0);
@@ -351,13 +355,17 @@ class TiledScan {
     const bool is_head = row_ == 0, has_next = place.tile + 1 < plan_.tiles;
     F whole = F::identity();
     if (is_head && has_next) {
-#pragma unroll 1
-      for (int i = 0; i < units; ++i) whole = then(whole, shared_.units[i * width + column_]);
+      F parts[kSegmentTiles];
+#pragma unroll
+      for (int i = 0; i < kSegmentTiles; ++i) {
+        parts[i] = i < units ? shared_.units[i * width + column_] : F::identity();
+      }
+      whole = composed(parts);
       reliable = reliable && is_reliable(whole);
     }
     const bool in_turn = __syncthreads_or(!reliable);
 
-    LookBack<F> look_back(links_, shared_.look_back, place.group, place.tile, plan_.tiles, width, rows_, row_,
+    LookBack<F> look_back(links_, shared_.look_back, place.group, place.tile, plan_.tiles, width, row_,
                           column_);
     if (is_head && has_next && !in_turn) look_back.publish(whole);
     W state = to_wide(scan_.before_first(place.channel));
@@ -403,7 +411,7 @@ class TiledScan {
   const TileLayout<C, kSteps> of_a_;
   const TileLayout<T, kSteps> of_b_;
   const int thread_, rows_, row_, column_;
-  int depth_ = 1;  // LookBack::before
+  int depth_;  // LookBack::before
 };
 
 }  // namespace lltm_ext
