@@ -3,6 +3,7 @@
 // strides and a stream. No torch.
 #pragma once
 
+#include "common/device.h"
 #include "common/divisor.h"
 #include "common/types.h"
 
@@ -188,23 +189,25 @@ ScanVectors vectors_of(const Scan& scan, int width) {
 constexpr int64_t kScanManyChannels = 4'000;
 constexpr int kScanWarp = 32;  // threads
 
-// ---- Many channels. A block is a warp. It has a ring in shared memory of this many stages, and loads a
-// stage of steps while it runs an earlier one.
+// ---- Many channels. A block has a ring in shared memory: of its stages two are run and written, and the
+// others are on the way.
 
-constexpr int kScanStages = 4, kScanChunk = 8;  // chunk: steps that a thread has in registers
+constexpr int kScanStages = 6, kScanChunk = 8;  // chunk: steps that a thread has in registers
+constexpr int kScanSerialThreads = 3 * kScanWarp;
 
+// Of a block. A reset is a byte.
 template <class Scan>
 constexpr int kScanStepBytes =
-    kScanWarp * (sizeof(typename Scan::C) + sizeof(typename Scan::T) * (Scan::kBackward ? 2 : 1));
+    kScanWarp * (sizeof(typename Scan::C) + sizeof(typename Scan::T) * (Scan::kBackward ? 2 : 1) + 1);
 
-// The steps of a stage: a multiprocessor needs so many bytes on the way to be as fast as memory.
+// The steps of a stage, so that a multiprocessor has enough of them on the way, and room for its blocks.
 template <class Scan>
-int scan_stage_steps(int64_t channels, int multiprocessors) {
-  constexpr int64_t kBytes = 96 << 10, kMost = 96 << 10;  // of a multiprocessor, of a block
-  const int64_t blocks = ceil_div(channels, int64_t{kScanWarp} * multiprocessors);
-  const int64_t bytes = clamped(kBytes / blocks, int64_t{0}, kMost),
-                chunk = kScanStages * kScanChunk * kScanStepBytes<Scan>;
-  return static_cast<int>(larger<int64_t>(bytes / chunk, 1)) * kScanChunk;
+int scan_stage_steps(int64_t channels, const DeviceInfo& device) {
+  constexpr int64_t kSteps = 512;
+  const int64_t blocks = ceil_div(channels, int64_t{kScanWarp} * device.multiprocessors);
+  const int64_t room = device.shared_bytes / kScanStepBytes<Scan>;
+  const int64_t steps = room < kSteps ? room : kSteps;
+  return static_cast<int>(larger<int64_t>(steps / (blocks * kScanStages * kScanChunk), 1)) * kScanChunk;
 }
 
 // ---- Fewer channels. A block has tiles of `width` channels and some steps.

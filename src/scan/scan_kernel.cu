@@ -8,7 +8,7 @@ namespace lltm_ext {
 namespace {
 
 template <class Scan>
-__global__ void __launch_bounds__(kScanWarp)
+__global__ void __launch_bounds__(kScanSerialThreads)
     serial_scan_kernel(const __grid_constant__ Scan scan, const __grid_constant__ ScanVectors vectors,
                        int stage_steps) {
   SerialScan<Scan>(scan, vectors, stage_steps, dynamic_shared_floats()).run();
@@ -27,11 +27,11 @@ template <class Scan>
 cudaError_t run_serially(const Scan& scan, const DeviceInfo& device, cudaStream_t stream) {
   const int64_t channels = scan.channels.count, blocks = ceil_div(channels, kScanWarp);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  const int stage_steps = scan_stage_steps<Scan>(channels, device.multiprocessors);
+  const int stage_steps = scan_stage_steps<Scan>(channels, device);
   const int bytes = kScanStages * stage_steps * kScanStepBytes<Scan>;
   const auto kernel = serial_scan_kernel<Scan>;
   if (const cudaError_t error = set_max_dynamic_shared(kernel, bytes); error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(blocks), kScanWarp, bytes, stream>>>(scan, vectors_of(scan, kScanWarp),
+  kernel<<<static_cast<unsigned>(blocks), kScanSerialThreads, bytes, stream>>>(scan, vectors_of(scan, kScanWarp),
                                                                       stage_steps);
   return cudaGetLastError();
 }

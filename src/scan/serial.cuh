@@ -1,8 +1,8 @@
-// The scan of many channels: a thread runs all steps of one, a block is a warp.
+// The scan of many channels: a thread runs all steps of one, and a block has the 32 channels of a warp.
 //
-// A step computes little, so memory sets the speed, and few warps have little of it on the way: 4096 channels
-// are one warp for each multiprocessor of an H200. So a warp copies what later steps read to a ring in shared
-// memory, without waiting for it.
+// A step computes little, so memory sets the speed, and few channels have little of it on the way: 4096 channels
+// are one block for each multiprocessor of an H200. So one warp of a block copies later steps to a ring in shared
+// memory, one runs the steps of a stage of it, and one writes the results of the stage before.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -19,136 +19,176 @@ class SerialScan {
 
  public:
   // memory: kScanStages * stage_steps * kScanStepBytes<Scan> bytes.
-  __device__ __forceinline__ SerialScan(const Scan& scan, const ScanVectors& vectors, int stage_steps,
-                                        void* memory)
-      : scan_(scan), vectors_(vectors), stage_steps_(stage_steps), lane_(threadIdx.x) {
+  __device__ __forceinline__ SerialScan(const Scan& scan, const ScanVectors& vectors, int stage_steps, void* memory)
+      : scan_(scan),
+        vectors_(vectors),
+        stage_steps_(stage_steps),
+        lane_(static_cast<int>(threadIdx.x) % kScanWarp) {
     const int values = kScanStages * stage_steps * kScanWarp;
     a_ = static_cast<C*>(memory);
     b_ = reinterpret_cast<T*>(a_ + values);
     h_ = b_ + values;
+    resets_ = reinterpret_cast<bool*>(h_ + (Scan::kBackward ? values : 0));
     const int64_t first_channel = int64_t{blockIdx.x} * kScanWarp;
     channels_ = static_cast<int>(min(scan.channels.count - first_channel, int64_t{kScanWarp}));
-    exists_ = lane_ < channels_;
-    first_ = scan.channel(first_channel + min(lane_, channels_ - 1));
-    result_ = first_.result, grad_a_ = first_.grad_a, reset_ = first_.reset;
+    own_ = min(lane_, channels_ - 1);
+    channel_ = scan.channel(first_channel + own_);
   }
 
   __device__ __forceinline__ void run() {
-    state_ = scan_.before_first(first_);
-    int stage = 0;
-    const int64_t ahead = int64_t{kScanStages - 1} * stage_steps_;
-    for (int64_t first = -ahead; first < scan_.steps; first += stage_steps_) {
-      cp_async_wait_group<kScanStages - 2>();
-      __syncwarp();  // all lanes' copies are here, and all have read the stage before
-      copy(first + ahead, (stage + kScanStages - 1) % kScanStages);
-      if (first >= 0) run_stage(first, stage);
-      stage = (stage + 1) % kScanStages;
+    constexpr int kAhead = kScanStages - 2;
+    const int warp = static_cast<int>(threadIdx.x) / kScanWarp;
+    A state = scan_.before_first(channel_);
+    bool was_reset = true;
+    for (int64_t first = -int64_t{kAhead} * stage_steps_; first - stage_steps_ < scan_.steps;
+         first += stage_steps_) {
+      const int stage = next_;
+      next_ = (next_ + 1) % kScanStages;
+      if (warp == 0) {
+        copy_stage(first + int64_t{kAhead} * stage_steps_, (stage + kAhead) % kScanStages);
+        cp_async_wait_group<kAhead - 1>();  // the next stage is here
+      } else if (warp == 1) {
+        if (0 <= first && first < scan_.steps) run_stage(first, stage, state, was_reset);
+      } else if (first >= stage_steps_) {
+        write_stage(first - stage_steps_, (stage + kScanStages - 1) % kScanStages);
+      }
+      __syncthreads();
     }
-    if (Scan::kBackward && exists_) {
-      scan_.store_grad_initial(scan_.moved(first_, scan_.steps - 1), state_, was_reset_);
+    if (Scan::kBackward && warp == 1 && lane_ < channels_) {
+      scan_.store_grad_initial(scan_.moved(channel_, scan_.steps - 1), state, was_reset);
     }
   }
 
  private:
-  __device__ __forceinline__ void run_stage(int64_t first, int stage) {
-    for (int k = 0; k < stage_steps_ && first + k < scan_.steps; k += kScanChunk) {
-      const int at = (stage * stage_steps_ + k) * kScanWarp + lane_;
-      const int64_t left = scan_.steps - (first + k);
-      left > kScanChunk ? run_chunk<true>(at, kScanChunk) : run_chunk<false>(at, static_cast<int>(left));
-    }
+  __device__ __forceinline__ int steps_from(int64_t first) const {
+    return static_cast<int>(clamped<int64_t>(scan_.steps - first, 0, stage_steps_));
   }
+  __device__ __forceinline__ int place_of(int stage) const { return stage * stage_steps_ * kScanWarp; }
 
   // Starts to copy a stage's steps, those that exist.
-  __device__ __forceinline__ void copy(int64_t first, int stage) const {
-    const int to = stage * stage_steps_ * kScanWarp;
+  __device__ __forceinline__ void copy_stage(int64_t first, int stage) const {
+    const int to = place_of(stage);
     if (first < scan_.steps) {
-      copy_rows(a_ + to, first_.a, scan_.a.step, vectors_.a, first - Scan::kBackward);
-      copy_rows(b_ + to, first_.b, scan_.b.step, vectors_.b, first);
-      if (Scan::kBackward && first_.h) copy_rows(h_ + to, first_.h, scan_.h.step, vectors_.h, first + 1);
+      copy_rows(a_ + to, channel_.a, scan_.a, vectors_.a, first - Scan::kBackward);
+      copy_rows(b_ + to, channel_.b, scan_.b, vectors_.b, first);
+      if (Scan::kBackward && channel_.h) copy_rows(h_ + to, channel_.h, scan_.h, vectors_.h, first + 1);
+      if (channel_.reset) {
+        const auto* x = reinterpret_cast<const unsigned char*>(channel_.reset + first * scan_.reset.step);
+        const int steps = steps_from(first);
+#pragma unroll 16
+        for (int r = 0; r < steps; ++r, x += scan_.reset.step) resets_[to + r * kScanWarp + lane_] = __ldg(x);
+      }
     }
     cp_async_commit_group();
   }
   template <typename E>
-  __device__ __forceinline__ void copy_rows(E* to, const E* from, int64_t step, bool vectors,
-                                            int64_t first) const {
-    const int begin = first < 0 ? 1 : 0;
-    const auto end = static_cast<int>(clamped<int64_t>(scan_.steps - first, 0, stage_steps_));
+  __device__ __forceinline__ void copy_rows(E* to, const E* from, const ScanOperand<const E>& operand,
+                                            bool vectors, int64_t first) const {
+    const int begin = first < 0 ? 1 : 0, end = steps_from(first);
+    for_each_vector(from, operand, vectors, first, begin, end, [&](int at, const E* x, auto vector) {
+      constexpr int kBytes = decltype(vector)::kBytes;
+      if constexpr (sizeof(E) >= 4 || kBytes == 16) {
+        cp_async<kBytes>(to + at, x, kBytes);
+      } else {
+        to[at] = __ldg(x);
+      }
+    });
+  }
+
+  // Bytes that a lane copies at once.
+  template <int kBytes_>
+  struct Vector {
+    static constexpr int kBytes = kBytes_;
+  };
+  // Calls f(place, x, Vector<>) for what a lane has of rows [begin, end) from step `first` on.
+  template <typename E, class G>
+  __device__ __forceinline__ void for_each_vector(E* x, const ScanOperand<E>& operand, bool vectors,
+                                                  int64_t first, int begin, int end, const G& f) const {
+    constexpr int kVector = 16 / sizeof(E), kLanes = kScanWarp / kVector;  // lanes of a row
+    const int row = vectors ? lane_ / kLanes : 0, column = vectors ? lane_ % kLanes * kVector : lane_;
+    if (column >= channels_) return;
+    x += (first + row) * operand.step + (column - own_);  // that is 0 for single elements
+    int at = row * kScanWarp + column;
     if (vectors) {
-      constexpr int kVector = 16 / sizeof(E), kLanes = kScanWarp / kVector;  // lanes of a row
-      const int row = lane_ / kLanes, column = lane_ % kLanes * kVector;
-      if (column >= channels_) return;
-      const E* x = from + (column - min(lane_, channels_ - 1)) + (first + row) * step;
-      E* place = to + row * kScanWarp + column;
 #pragma unroll 4
-      for (int r = row; r < end; r += kVector, x += kVector * step, place += kVector * kScanWarp) {
-        if (r >= begin) cp_async<16>(place, x, 16);
+      for (int r = row; r < end; r += kVector, x += kVector * operand.step, at += kVector * kScanWarp) {
+        if (r >= begin) f(at, x, Vector<16>());
       }
     } else {
-      const E* x = from + (first + begin) * step;
 #pragma unroll 4
-      for (int r = begin; r < end; ++r, x += step) {
-        E* const place = to + r * kScanWarp + lane_;
-        if constexpr (sizeof(E) >= 4) {
-          cp_async<sizeof(E)>(place, x, sizeof(E));
-        } else {
-          *place = __ldg(x);
-        }
+      for (int r = 0; r < end; ++r, x += operand.step, at += kScanWarp) {
+        if (r >= begin) f(at, x, Vector<sizeof(E)>());
       }
     }
   }
 
-  // Runs `count` steps. kFull: a whole chunk, without the last step of all.
-  template <bool kFull>
-  __device__ __forceinline__ void run_chunk(int at, int count) {
-    C a[kScanChunk];
-    T b[kScanChunk], before[kScanChunk];
-    bool reset[kScanChunk] = {};
-    const bool has_h = Scan::kBackward && first_.h;
+  __device__ __forceinline__ void write_stage(int64_t first, int stage) const {
+    const int from = place_of(stage);
+    write_rows(b_ + from, channel_.result, scan_.result, vectors_.result, first);
+    if (Scan::kBackward && channel_.h) {
+      write_rows(a_ + from, channel_.grad_a, scan_.grad_a, vectors_.grad_a, first);
+    }
+  }
+  template <typename E>
+  __device__ __forceinline__ void write_rows(const E* from, E* to, const ScanOperand<E>& operand, bool vectors,
+                                             int64_t first) const {
+    for_each_vector(to, operand, vectors, first, 0, steps_from(first), [&](int at, E* x, auto vector) {
+      if constexpr (decltype(vector)::kBytes == 16) {
+        *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(from + at);
+      } else {
+        *x = from[at];
+      }
+    });
+  }
+
+  // Leaves the results of a stage in its place: those of b, and the gradients of a.
+  __device__ __forceinline__ void run_stage(int64_t first, int stage, A& state, bool& was_reset) const {
+    const int steps = steps_from(first);
+    int at = place_of(stage) + lane_;
+    if (Scan::kBackward && channel_.h && first + steps == scan_.steps) {
+      h_[at + (steps - 1) * kScanWarp] = scan_.before_all(channel_);
+    }
+    int k = 0;
+    for (; k + kScanChunk <= steps; k += kScanChunk, at += kScanChunk * kScanWarp) {
+      run_steps<kScanChunk>(at, state, was_reset);
+    }
+    for (; k < steps; ++k, at += kScanWarp) run_steps<1>(at, state, was_reset);
+  }
+  template <int kSteps>
+  __device__ __forceinline__ void run_steps(int at, A& state, bool& was_reset) const {
+    C a[kSteps];
+    T b[kSteps], before[kSteps];
+    bool reset[kSteps] = {};
+    const bool has_h = Scan::kBackward && channel_.h;
 #pragma unroll
-    for (int k = 0; k < kScanChunk; ++k) {
+    for (int k = 0; k < kSteps; ++k) {
       a[k] = a_[at + k * kScanWarp];
       b[k] = b_[at + k * kScanWarp];
       if (has_h) before[k] = h_[at + k * kScanWarp];
     }
-    if (reset_) {
+    if (channel_.reset) {
 #pragma unroll
-      for (int k = 0; k < kScanChunk; ++k) {
-        if (kFull || k < count) reset[k] = *reset_;
-        reset_ += scan_.reset.step;
-      }
+      for (int k = 0; k < kSteps; ++k) reset[k] = resets_[at + k * kScanWarp];
     }
 #pragma unroll
-    for (int k = 0; k < kScanChunk; ++k) {
-      if (!kFull && k >= count) break;
-      state_ = advance(scan_.factor(a[k]), widen(b[k]), Scan::kBackward ? was_reset_ : reset[k], state_);
-      if (exists_) *result_ = narrow<T>(state_);
-      result_ += scan_.result.step;
-      if constexpr (Scan::kBackward) {
-        const bool is_last = !kFull && k + 1 == count;
-        if (has_h) {
-          const C grad =
-              scan_.gradient_of_a(state_, is_last ? scan_.before_all(first_) : before[k], reset[k]);
-          if (exists_) *grad_a_ = grad;
-          grad_a_ += scan_.grad_a.step;
-        }
-        was_reset_ = reset[k];
-      }
+    for (int k = 0; k < kSteps; ++k) {
+      state = advance(scan_.factor(a[k]), widen(b[k]), Scan::kBackward ? was_reset : reset[k], state);
+      b_[at + k * kScanWarp] = narrow<T>(state);
+      if (has_h) a_[at + k * kScanWarp] = scan_.gradient_of_a(state, before[k], reset[k]);
+      was_reset = reset[k];
     }
   }
 
   const Scan& scan_;
   const ScanVectors& vectors_;
   const int stage_steps_, lane_;
-  C* a_;
-  T *b_, *h_;      // [stages * steps, lanes], as a_
-  int channels_;   // of the block
-  bool exists_;    // whether the lane has a channel, and need not repeat the last one
-  Channel first_;  // its first step
-  T* result_;      // those of the next step to run
-  C* grad_a_;
-  const bool* reset_;
-  A state_;
-  bool was_reset_ = true;  // backward: whether the step before forgets those after it
+  C* a_;  // [stages * steps, lanes]
+  T *b_, *h_;
+  bool* resets_;
+  int channels_;     // of the block
+  int own_;          // which of them the lane has: the last one, if there are fewer
+  Channel channel_;  // at its first step
+  int next_ = 0;     // stage
 };
 
 }  // namespace lltm_ext

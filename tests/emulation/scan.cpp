@@ -119,11 +119,13 @@ void run(const Scan& scan, int shared_bytes) {
   using cuda_on_cpu::current_block;
   const auto blocks_of = [](int64_t blocks) { return static_cast<int>(blocks); };
   if (runs_serially(scan)) {
-    const int stage_steps = scan_stage_steps<Scan>(scan.channels.count, shared_bytes >> 10);
+    DeviceInfo device = {};
+    device.multiprocessors = 8, device.shared_bytes = shared_bytes;
+    const int stage_steps = scan_stage_steps<Scan>(scan.channels.count, device);
     const ScanVectors vectors = vectors_of(scan, kScanWarp);
+    const int bytes = kScanStages * stage_steps * kScanStepBytes<Scan>;
     return cuda_on_cpu::run(
-        {blocks_of(ceil_div(scan.channels.count, kScanWarp)), kScanWarp, 1,
-         static_cast<size_t>(kScanStages * stage_steps * kScanStepBytes<Scan>)},
+        {blocks_of(ceil_div(scan.channels.count, kScanWarp)), kScanSerialThreads, 1, static_cast<size_t>(bytes)},
         [&] { SerialScan<Scan>(scan, vectors, stage_steps, current_block().memory()).run(); });
   }
   const ScanPlan plan = plan_of(scan, shared_bytes);
