@@ -167,6 +167,16 @@ __device__ __forceinline__ void cp_async_if(bool when, void* shared, const void*
 #endif
 }
 
+// Copies kBytes, now or by cp.async.
+template <int kBytes, typename E>
+__device__ __forceinline__ void copy_to_shared(E* to, const E* from) {
+  if constexpr (kBytes >= 4) {
+    cp_async<kBytes>(to, from, kBytes);
+  } else {
+    *to = __ldg(from);
+  }
+}
+
 __device__ __forceinline__ void cp_async_commit_group() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;");

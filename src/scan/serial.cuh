@@ -86,12 +86,7 @@ class SerialScan {
                                             bool vectors, int64_t first) const {
     const int begin = first < 0 ? 1 : 0, end = steps_from(first);
     for_each_vector(from, operand, vectors, first, begin, end, [&](int at, const E* x, auto vector) {
-      constexpr int kBytes = decltype(vector)::kBytes;
-      if constexpr (sizeof(E) >= 4 || kBytes == 16) {
-        cp_async<kBytes>(to + at, x, kBytes);
-      } else {
-        to[at] = __ldg(x);
-      }
+      copy_to_shared<decltype(vector)::kBytes>(to + at, x);
     });
   }
 

@@ -234,16 +234,11 @@ class TiledScan {
     const int most = place.steps + later > steps_left ? place.steps - later : place.steps;
     if (vectors) {
       for_each_vector<kVector>(place, operand.step, 1, [&](int c, int s, int64_t offset) {
-        if (least <= s && s < most) cp_async<16>(to + layout.at(c, s), from + offset, 16);
+        if (least <= s && s < most) copy_to_shared<16>(to + layout.at(c, s), from + offset);
       });
     } else {
       for_each_vector<1>(place, operand.step, operand.strides[0], [&](int c, int s, int64_t offset) {
-        if (s < least || most <= s) return;
-        if constexpr (sizeof(E) >= 4) {
-          cp_async<sizeof(E)>(to + layout.at(c, s), from + offset, sizeof(E));
-        } else {
-          to[layout.at(c, s)] = __ldg(from + offset);
-        }
+        if (least <= s && s < most) copy_to_shared<sizeof(E)>(to + layout.at(c, s), from + offset);
       });
     }
   }

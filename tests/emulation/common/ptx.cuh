@@ -58,6 +58,10 @@ template <int kBytes>
 void cp_async_if(bool when, void* shared, const void* global, int valid) {
   if (when) cp_async<kBytes>(shared, global, valid);
 }
+template <int kBytes, typename E>
+void copy_to_shared(E* to, const E* from) {
+  cp_async<kBytes>(to, from, kBytes);
+}
 inline void cp_async_commit_group() {}
 template <int kGroups>
 void cp_async_wait_group() {}
