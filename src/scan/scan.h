@@ -185,29 +185,50 @@ ScanVectors vectors_of(const Scan& scan, int width) {
 // ---- How CUDA divides the work. It does not depend on when blocks run, so the same call gives the same
 // bits.
 
-// From so many channels on, a thread has one, and all its steps.
-constexpr int64_t kScanManyChannels = 4'000;
 constexpr int kScanWarp = 32;  // threads
 
-// ---- Many channels. A block has a ring in shared memory: of its stages two are run and written, and the
-// others are on the way.
+// ---- Many channels. A thread has one, and all its steps. A block has a ring in shared memory: of its stages two
+// are run and written, and the others are on the way.
 
-constexpr int kScanStages = 6, kScanChunk = 8;  // chunk: steps that a thread has in registers
+constexpr int64_t kScanManyChannels = 1'000;
+constexpr int kScanStages = 6, kScanChunk = 4;  // chunk: steps that a thread has in registers
 constexpr int kScanSerialThreads = 3 * kScanWarp;
+constexpr int kScanSerialBlocks = 5;  // of a multiprocessor, at most
 
-// Of a block. A reset is a byte.
+struct SerialPlan {
+  int width_bits;  // of the channels of a group, a power of two
+  int stage_steps;
+  int64_t groups, blocks;  // a block has one group after the other
+};
+
+// Of a channel. A reset is a byte.
 template <class Scan>
 constexpr int kScanStepBytes =
-    kScanWarp * (sizeof(typename Scan::C) + sizeof(typename Scan::T) * (Scan::kBackward ? 2 : 1) + 1);
+    sizeof(typename Scan::C) + sizeof(typename Scan::T) * (Scan::kBackward ? 2 : 1) + sizeof(bool);
 
-// The steps of a stage, so that a multiprocessor has enough of them on the way, and room for its blocks.
 template <class Scan>
-int scan_stage_steps(int64_t channels, const DeviceInfo& device) {
-  constexpr int64_t kSteps = 512;
-  const int64_t blocks = ceil_div(channels, int64_t{kScanWarp} * device.multiprocessors);
+int serial_bytes(const SerialPlan& plan) {
+  return kScanStages * plan.stage_steps * kScanStepBytes<Scan> << plan.width_bits;
+}
+
+// Blocks for all multiprocessors, each of which has enough steps on the way, and room for its blocks.
+template <class Scan>
+SerialPlan plan_serial(const Scan& scan, const DeviceInfo& device) {
+  constexpr int64_t kOnTheWay = 16 << 10;  // channels times steps
+  const int64_t channels = scan.channels.count;
+  SerialPlan plan = {5, kScanChunk, 0, 0};
+  while (plan.width_bits > 3 && channels < int64_t{device.multiprocessors} * 31 << (plan.width_bits - 5)) {
+    --plan.width_bits;
+  }
+  plan.groups = ceil_div(channels, 1 << plan.width_bits);
+  const int64_t at_once = int64_t{device.multiprocessors} * kScanSerialBlocks;
+  plan.blocks = ceil_div(plan.groups, ceil_div(plan.groups, at_once));
+  const int64_t blocks = ceil_div(plan.blocks, device.multiprocessors);
   const int64_t room = device.shared_bytes / kScanStepBytes<Scan>;
-  const int64_t steps = room < kSteps ? room : kSteps;
-  return static_cast<int>(larger<int64_t>(steps / (blocks * kScanStages * kScanChunk), 1)) * kScanChunk;
+  const int64_t steps = (room < kOnTheWay ? room : kOnTheWay) / (blocks * kScanStages << plan.width_bits);
+  const int64_t most = scan.steps / (2 * kScanStages);  // so that few steps do not wait for the first stage
+  plan.stage_steps *= static_cast<int>(larger<int64_t>((steps < most ? steps : most) / kScanChunk, 1));
+  return plan;
 }
 
 // ---- Fewer channels. A block has tiles of `width` channels and some steps.

@@ -8,10 +8,12 @@ namespace lltm_ext {
 namespace {
 
 template <class Scan>
-__global__ void __launch_bounds__(kScanSerialThreads)
+__global__ void __launch_bounds__(kScanSerialThreads, kScanSerialBlocks)
     serial_scan_kernel(const __grid_constant__ Scan scan, const __grid_constant__ ScanVectors vectors,
-                       int stage_steps) {
-  SerialScan<Scan>(scan, vectors, stage_steps, dynamic_shared_floats()).run();
+                       const __grid_constant__ SerialPlan plan) {
+  for (int64_t group = blockIdx.x; group < plan.groups; group += gridDim.x) {
+    SerialScan<Scan>(scan, vectors, plan, group, dynamic_shared_floats()).run();
+  }
 }
 
 template <class Scan>
@@ -25,14 +27,12 @@ __global__ void __launch_bounds__(kScanThreads<Scan>)
 
 template <class Scan>
 cudaError_t run_serially(const Scan& scan, const DeviceInfo& device, cudaStream_t stream) {
-  const int64_t channels = scan.channels.count, blocks = ceil_div(channels, kScanWarp);
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  const int stage_steps = scan_stage_steps<Scan>(channels, device);
-  const int bytes = kScanStages * stage_steps * kScanStepBytes<Scan>;
+  const SerialPlan plan = plan_serial(scan, device);
+  const int bytes = serial_bytes<Scan>(plan);
   const auto kernel = serial_scan_kernel<Scan>;
   if (const cudaError_t error = set_max_dynamic_shared(kernel, bytes); error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(blocks), kScanSerialThreads, bytes, stream>>>(scan, vectors_of(scan, kScanWarp),
-                                                                      stage_steps);
+  kernel<<<static_cast<unsigned>(plan.blocks), kScanSerialThreads, bytes, stream>>>(
+      scan, vectors_of(scan, 1 << plan.width_bits), plan);
   return cudaGetLastError();
 }
 

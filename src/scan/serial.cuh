@@ -1,4 +1,4 @@
-// The scan of many channels: a thread runs all steps of one, and a block has the 32 channels of a warp.
+// The scan of many channels: a thread runs all steps of one, and a block has up to 32 channels.
 //
 // A step computes little, so memory sets the speed, and few channels have little of it on the way: 4096 channels
 // are one block for each multiprocessor of an H200. So one warp of a block copies later steps to a ring in shared
@@ -18,20 +18,21 @@ class SerialScan {
   using Channel = typename Scan::Channel;
 
  public:
-  // memory: kScanStages * stage_steps * kScanStepBytes<Scan> bytes.
-  __device__ __forceinline__ SerialScan(const Scan& scan, const ScanVectors& vectors, int stage_steps, void* memory)
+  // group: of channels. memory: serial_bytes<Scan>(plan).
+  __device__ __forceinline__ SerialScan(const Scan& scan, const ScanVectors& vectors, const SerialPlan& plan,
+                                        int64_t group, void* memory)
       : scan_(scan),
         vectors_(vectors),
-        stage_steps_(stage_steps),
+        plan_(plan),
         lane_(static_cast<int>(threadIdx.x) % kScanWarp) {
-    const int values = kScanStages * stage_steps * kScanWarp;
+    const int width = 1 << plan.width_bits, values = kScanStages * plan.stage_steps * width;
     a_ = static_cast<C*>(memory);
     b_ = reinterpret_cast<T*>(a_ + values);
     h_ = b_ + values;
     resets_ = reinterpret_cast<bool*>(h_ + (Scan::kBackward ? values : 0));
-    const int64_t first_channel = int64_t{blockIdx.x} * kScanWarp;
-    channels_ = static_cast<int>(min(scan.channels.count - first_channel, int64_t{kScanWarp}));
-    own_ = min(lane_, channels_ - 1);
+    const int64_t first_channel = group << plan.width_bits;
+    channels_ = static_cast<int>(min(scan.channels.count - first_channel, int64_t{width}));
+    own_ = min(lane_ & (width - 1), channels_ - 1);
     channel_ = scan.channel(first_channel + own_);
   }
 
@@ -40,17 +41,17 @@ class SerialScan {
     const int warp = static_cast<int>(threadIdx.x) / kScanWarp;
     A state = scan_.before_first(channel_);
     bool was_reset = true;
-    for (int64_t first = -int64_t{kAhead} * stage_steps_; first - stage_steps_ < scan_.steps;
-         first += stage_steps_) {
+    for (int64_t first = -int64_t{kAhead} * plan_.stage_steps; first - plan_.stage_steps < scan_.steps;
+         first += plan_.stage_steps) {
       const int stage = next_;
       next_ = (next_ + 1) % kScanStages;
       if (warp == 0) {
-        copy_stage(first + int64_t{kAhead} * stage_steps_, (stage + kAhead) % kScanStages);
+        copy_stage(first + int64_t{kAhead} * plan_.stage_steps, (stage + kAhead) % kScanStages);
         cp_async_wait_group<kAhead - 1>();  // the next stage is here
       } else if (warp == 1) {
-        if (0 <= first && first < scan_.steps) run_stage(first, stage, state, was_reset);
-      } else if (first >= stage_steps_) {
-        write_stage(first - stage_steps_, (stage + kScanStages - 1) % kScanStages);
+        if (0 <= first && first < scan_.steps && lane_ < channels_) run_stage(first, stage, state, was_reset);
+      } else if (first >= plan_.stage_steps) {
+        write_stage(first - plan_.stage_steps, (stage + kScanStages - 1) % kScanStages);
       }
       __syncthreads();
     }
@@ -61,9 +62,11 @@ class SerialScan {
 
  private:
   __device__ __forceinline__ int steps_from(int64_t first) const {
-    return static_cast<int>(clamped<int64_t>(scan_.steps - first, 0, stage_steps_));
+    return static_cast<int>(clamped<int64_t>(scan_.steps - first, 0, plan_.stage_steps));
   }
-  __device__ __forceinline__ int place_of(int stage) const { return stage * stage_steps_ * kScanWarp; }
+  __device__ __forceinline__ int place_of(int stage) const {
+    return stage * plan_.stage_steps << plan_.width_bits;
+  }
 
   // Starts to copy a stage's steps, those that exist.
   __device__ __forceinline__ void copy_stage(int64_t first, int stage) const {
@@ -72,12 +75,7 @@ class SerialScan {
       copy_rows(a_ + to, channel_.a, scan_.a, vectors_.a, first - Scan::kBackward);
       copy_rows(b_ + to, channel_.b, scan_.b, vectors_.b, first);
       if (Scan::kBackward && channel_.h) copy_rows(h_ + to, channel_.h, scan_.h, vectors_.h, first + 1);
-      if (channel_.reset) {
-        const auto* x = reinterpret_cast<const unsigned char*>(channel_.reset + first * scan_.reset.step);
-        const int steps = steps_from(first);
-#pragma unroll 16
-        for (int r = 0; r < steps; ++r, x += scan_.reset.step) resets_[to + r * kScanWarp + lane_] = __ldg(x);
-      }
+      if (channel_.reset) copy_resets(resets_ + to, first);
     }
     cp_async_commit_group();
   }
@@ -99,22 +97,31 @@ class SerialScan {
   template <typename E, class G>
   __device__ __forceinline__ void for_each_vector(E* x, const ScanOperand<E>& operand, bool vectors,
                                                   int64_t first, int begin, int end, const G& f) const {
-    constexpr int kVector = 16 / sizeof(E), kLanes = kScanWarp / kVector;  // lanes of a row
-    const int row = vectors ? lane_ / kLanes : 0, column = vectors ? lane_ % kLanes * kVector : lane_;
+    constexpr int kVector = 16 / sizeof(E), kBits = kVector == 8 ? 3 : kVector / 2;
+    const int bits = plan_.width_bits - (vectors ? kBits : 0), rows = kScanWarp >> bits;  // rows at once
+    const int row = lane_ >> bits, column = (lane_ & ((1 << bits) - 1)) * (vectors ? kVector : 1);
     if (column >= channels_) return;
     x += (first + row) * operand.step + (column - own_);  // that is 0 for single elements
-    int at = row * kScanWarp + column;
+    int at = (row << plan_.width_bits) + column;
+    const int64_t by = rows * operand.step;
     if (vectors) {
 #pragma unroll 4
-      for (int r = row; r < end; r += kVector, x += kVector * operand.step, at += kVector * kScanWarp) {
+      for (int r = row; r < end; r += rows, x += by, at += rows << plan_.width_bits) {
         if (r >= begin) f(at, x, Vector<16>());
       }
     } else {
 #pragma unroll 4
-      for (int r = 0; r < end; ++r, x += operand.step, at += kScanWarp) {
+      for (int r = row; r < end; r += rows, x += by, at += rows << plan_.width_bits) {
         if (r >= begin) f(at, x, Vector<sizeof(E)>());
       }
     }
+  }
+  __device__ __forceinline__ void copy_resets(bool* to, int64_t first) const {
+    const int row = lane_ >> plan_.width_bits, rows = kScanWarp >> plan_.width_bits, end = steps_from(first);
+    const auto* x = reinterpret_cast<const unsigned char*>(channel_.reset + (first + row) * scan_.reset.step);
+    int at = lane_;
+#pragma unroll 16
+    for (int r = row; r < end; r += rows, x += rows * scan_.reset.step, at += kScanWarp) to[at] = __ldg(x);
   }
 
   __device__ __forceinline__ void write_stage(int64_t first, int stage) const {
@@ -138,50 +145,66 @@ class SerialScan {
 
   // Leaves the results of a stage in its place: those of b, and the gradients of a.
   __device__ __forceinline__ void run_stage(int64_t first, int stage, A& state, bool& was_reset) const {
-    const int steps = steps_from(first);
+    const int width = 1 << plan_.width_bits, steps = steps_from(first);
     int at = place_of(stage) + lane_;
     if (Scan::kBackward && channel_.h && first + steps == scan_.steps) {
-      h_[at + (steps - 1) * kScanWarp] = scan_.before_all(channel_);
+      h_[at + (steps - 1) * width] = scan_.before_all(channel_);
     }
-    int k = 0;
-    for (; k + kScanChunk <= steps; k += kScanChunk, at += kScanChunk * kScanWarp) {
-      run_steps<kScanChunk>(at, state, was_reset);
+    // Steps are read while those before them run.
+    int left = steps;
+    if (left >= kScanChunk) {
+      Steps<kScanChunk> now = read<kScanChunk>(at);
+      for (; left >= 2 * kScanChunk; left -= kScanChunk, at += kScanChunk * width) {
+        const Steps<kScanChunk> next = read<kScanChunk>(at + kScanChunk * width);
+        run_steps(now, at, state, was_reset);
+        now = next;
+      }
+      run_steps(now, at, state, was_reset);
+      left -= kScanChunk, at += kScanChunk * width;
     }
-    for (; k < steps; ++k, at += kScanWarp) run_steps<1>(at, state, was_reset);
+    for (; left > 0; --left, at += width) run_steps(read<1>(at), at, state, was_reset);
   }
+
   template <int kSteps>
-  __device__ __forceinline__ void run_steps(int at, A& state, bool& was_reset) const {
+  struct Steps {
     C a[kSteps];
     T b[kSteps], before[kSteps];
-    bool reset[kSteps] = {};
-    const bool has_h = Scan::kBackward && channel_.h;
+    bool reset[kSteps];
+  };
+  template <int kSteps>
+  __device__ __forceinline__ Steps<kSteps> read(int at) const {
+    Steps<kSteps> steps;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      a[k] = a_[at + k * kScanWarp];
-      b[k] = b_[at + k * kScanWarp];
-      if (has_h) before[k] = h_[at + k * kScanWarp];
+      const int place = at + (k << plan_.width_bits);
+      steps.a[k] = a_[place], steps.b[k] = b_[place];
+      if (Scan::kBackward && channel_.h) steps.before[k] = h_[place];
+      steps.reset[k] = channel_.reset && resets_[place];
     }
-    if (channel_.reset) {
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) reset[k] = resets_[at + k * kScanWarp];
-    }
+    return steps;
+  }
+  template <int kSteps>
+  __device__ __forceinline__ void run_steps(const Steps<kSteps>& steps, int at, A& state, bool& was_reset) const {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      state = advance(scan_.factor(a[k]), widen(b[k]), Scan::kBackward ? was_reset : reset[k], state);
-      b_[at + k * kScanWarp] = narrow<T>(state);
-      if (has_h) a_[at + k * kScanWarp] = scan_.gradient_of_a(state, before[k], reset[k]);
-      was_reset = reset[k];
+      const int place = at + (k << plan_.width_bits);
+      const bool reset = steps.reset[k];
+      state = advance(scan_.factor(steps.a[k]), widen(steps.b[k]), Scan::kBackward ? was_reset : reset, state);
+      b_[place] = narrow<T>(state);
+      if (Scan::kBackward && channel_.h) a_[place] = scan_.gradient_of_a(state, steps.before[k], reset);
+      was_reset = reset;
     }
   }
 
   const Scan& scan_;
   const ScanVectors& vectors_;
-  const int stage_steps_, lane_;
-  C* a_;  // [stages * steps, lanes]
+  const SerialPlan& plan_;
+  const int lane_;
+  C* a_;  // [stages * steps, width]
   T *b_, *h_;
   bool* resets_;
   int channels_;     // of the block
-  int own_;          // which of them the lane has: the last one, if there are fewer
+  int own_;          // which of them the lane copies and runs, or the last one
   Channel channel_;  // at its first step
   int next_ = 0;     // stage
 };

@@ -120,13 +120,15 @@ void run(const Scan& scan, int shared_bytes) {
   const auto blocks_of = [](int64_t blocks) { return static_cast<int>(blocks); };
   if (runs_serially(scan)) {
     DeviceInfo device = {};
-    device.multiprocessors = 8, device.shared_bytes = shared_bytes;
-    const int stage_steps = scan_stage_steps<Scan>(scan.channels.count, device);
-    const ScanVectors vectors = vectors_of(scan, kScanWarp);
-    const int bytes = kScanStages * stage_steps * kScanStepBytes<Scan>;
+    device.multiprocessors = 40, device.shared_bytes = shared_bytes;
+    const SerialPlan plan = plan_serial(scan, device);
+    const ScanVectors vectors = vectors_of(scan, 1 << plan.width_bits);
     return cuda_on_cpu::run(
-        {blocks_of(ceil_div(scan.channels.count, kScanWarp)), kScanSerialThreads, 1, static_cast<size_t>(bytes)},
-        [&] { SerialScan<Scan>(scan, vectors, stage_steps, current_block().memory()).run(); });
+        {blocks_of(plan.blocks), kScanSerialThreads, 1, static_cast<size_t>(serial_bytes<Scan>(plan))}, [&] {
+          for (int64_t group = blockIdx.x; group < plan.groups; group += plan.blocks) {
+            SerialScan<Scan>(scan, vectors, plan, group, current_block().memory()).run();
+          }
+        });
   }
   const ScanPlan plan = plan_of(scan, shared_bytes);
   using Links = TileLinks<Affine<wide_t<Scan>>>;
@@ -297,6 +299,10 @@ void run_all() {
       {20, 2, 300, 1, 1, false, true},
       {700, 1, 35, 1, 1, true, true},
       {150, 1, 40, 0, 1, false, true},
+      {150, 3, 370, 0, 0, true, true},
+      {90, 2, 800, 0, 0, true, true},
+      {90, 1, 1601, 3, 0, true, true},
+      {260, 1, 3000, 0, 0, true, true},
       {41, 3, 6667, 0, 0, true, true},
       {5, 1, 20000, 1, 0, false, true},
       {32, 1, 20001, 2, 0, true, false},
