@@ -17,11 +17,6 @@ __device__ __forceinline__ uint4 ld_relaxed_gpu(const void* address) {
                : "memory");
   return x;
 }
-__device__ __forceinline__ unsigned ld_relaxed_gpu_u32(const unsigned* address) {
-  unsigned x;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(address) : "memory");
-  return x;
-}
 
 __device__ __forceinline__ void st_relaxed_gpu(void* address, unsigned x) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" : : "l"(address), "r"(x) : "memory");

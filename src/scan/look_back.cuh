@@ -119,8 +119,8 @@ class LookBack {
     lltm_ext::publish(parts_ + tile_ * width_, part);
   }
 
-  // The state before the tile, given that before all. depth: in how many segments, at most as many as there are
-  // rows, a known state is looked for; the one before the last of them is waited for.
+  // The state before the tile, given that before all. depth: in how many segments, at most as many as there
+  // are rows, a known state is looked for; the one before the last of them is waited for.
   __device__ __forceinline__ State before(const State& initial, int depth) {
     if (row_ < depth) read_segment(initial, row_ + 1 == depth);
     __syncthreads();
@@ -129,7 +129,8 @@ class LookBack {
     return shared_.before[column_];
   }
 
-  // By the threads of row 0, after `before`: if the tile is the last of its segment, tells the state after it.
+  // By the threads of row 0, after `before`: if the tile is the last of its segment, tells the state after
+  // it.
   __device__ __forceinline__ void publish_state(const F& part) {
     if (tile_ % kSegmentTiles != kSegmentTiles - 1) return;
     F parts[kSegmentTiles];
@@ -153,7 +154,8 @@ class LookBack {
 #pragma unroll
       for (int i = 0; i < kSegmentTiles; ++i) {
         parts[i] = F::identity();
-        if (first + i < tile_) has_parts = read_published(parts_ + (first + i) * width_, parts[i]) && has_parts;
+        if (first + i < tile_)
+          has_parts = read_published(parts_ + (first + i) * width_, parts[i]) && has_parts;
       }
     } while (!has_parts || (must_know && !is_known));
 #pragma unroll
@@ -193,8 +195,8 @@ class LookBack {
   F *const parts_, *const after_;
   const int64_t tile_;
   const int width_, row_, column_;
-  State base_ = {};                  // before the tile's segment
-  F own_parts_[kSegmentTiles - 1];   // of that segment, in row 0
+  State base_ = {};                 // before the tile's segment
+  F own_parts_[kSegmentTiles - 1];  // of that segment, in row 0
 };
 
 }  // namespace lltm_ext

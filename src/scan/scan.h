@@ -154,8 +154,8 @@ struct Scan {
   LLTM_HOST_DEVICE static A factor(C of_a) { return kBackward ? conjugate(widen(of_a)) : widen(of_a); }
 
   // Backward: the gradient of a, from that of h, and h of the step before.
-  LLTM_HOST_DEVICE static C gradient_of_a(A value, T before, bool is_reset) {
-    return narrow<C>(is_reset ? A{} : multiply(value, conjugate(widen(before))));
+  LLTM_HOST_DEVICE static C gradient_of_a(A value, A before, bool is_reset) {
+    return narrow<C>(is_reset ? A{} : multiply(value, conjugate(before)));
   }
   // Before forward's first step h is the initial state.
   LLTM_HOST_DEVICE static T before_all(const Channel& x) { return x.initial ? *x.initial : T{}; }
@@ -187,47 +187,47 @@ ScanVectors vectors_of(const Scan& scan, int width) {
 
 constexpr int kScanWarp = 32;  // threads
 
-// ---- Many channels. A thread has one, and all its steps. A block has a ring in shared memory: of its stages two
-// are run and written, and the others are on the way.
+// ---- Many channels. A thread has one, and all its steps. A block has a ring in shared memory: of its stages
+// two are run and written, and the others are on the way.
 
-constexpr int64_t kScanManyChannels = 1'000;
-constexpr int kScanStages = 6, kScanChunk = 4;  // chunk: steps that a thread has in registers
+constexpr int64_t kScanManyChannels = 1'500;
+constexpr int kScanStages = 6;
 constexpr int kScanSerialThreads = 3 * kScanWarp;
 constexpr int kScanSerialBlocks = 5;  // of a multiprocessor, at most
 
+template <class Scan>
+constexpr int kScanChunk = 32 / sizeof(typename Scan::A);  // steps that a thread has in registers
+
 struct SerialPlan {
-  int width_bits;  // of the channels of a group, a power of two
   int stage_steps;
-  int64_t groups, blocks;  // a block has one group after the other
+  int64_t groups, blocks;  // a block has one group of 32 channels after the other
 };
 
-// Of a channel. A reset is a byte.
+// Of a group. A reset is a byte.
 template <class Scan>
-constexpr int kScanStepBytes =
-    sizeof(typename Scan::C) + sizeof(typename Scan::T) * (Scan::kBackward ? 2 : 1) + sizeof(bool);
+constexpr int kScanStepBytes = kScanWarp * (sizeof(typename Scan::C) + sizeof(bool) +
+                                            sizeof(typename Scan::T) * (Scan::kBackward ? 2 : 1));
 
 template <class Scan>
 int serial_bytes(const SerialPlan& plan) {
-  return kScanStages * plan.stage_steps * kScanStepBytes<Scan> << plan.width_bits;
+  return kScanStages * plan.stage_steps * kScanStepBytes<Scan>;
 }
 
-// Blocks for all multiprocessors, each of which has enough steps on the way, and room for its blocks.
+// Each multiprocessor has enough bytes on the way, and room for its blocks.
 template <class Scan>
 SerialPlan plan_serial(const Scan& scan, const DeviceInfo& device) {
-  constexpr int64_t kOnTheWay = 16 << 10;  // channels times steps
-  const int64_t channels = scan.channels.count;
-  SerialPlan plan = {5, kScanChunk, 0, 0};
-  while (plan.width_bits > 3 && channels < int64_t{device.multiprocessors} * 31 << (plan.width_bits - 5)) {
-    --plan.width_bits;
-  }
-  plan.groups = ceil_div(channels, 1 << plan.width_bits);
+  constexpr int64_t kRing = 128 << 10, kReserved = 8 << 10;
+  SerialPlan plan = {};
+  plan.groups = ceil_div(scan.channels.count, kScanWarp);
   const int64_t at_once = int64_t{device.multiprocessors} * kScanSerialBlocks;
   plan.blocks = ceil_div(plan.groups, ceil_div(plan.groups, at_once));
-  const int64_t blocks = ceil_div(plan.blocks, device.multiprocessors);
-  const int64_t room = device.shared_bytes / kScanStepBytes<Scan>;
-  const int64_t steps = (room < kOnTheWay ? room : kOnTheWay) / (blocks * kScanStages << plan.width_bits);
-  const int64_t most = scan.steps / (2 * kScanStages);  // so that few steps do not wait for the first stage
-  plan.stage_steps *= static_cast<int>(larger<int64_t>((steps < most ? steps : most) / kScanChunk, 1));
+  const int64_t room = device.shared_bytes - kReserved,
+                blocks = ceil_div(plan.blocks, device.multiprocessors);
+  const int64_t chunks =
+      (room < kRing ? room : kRing) / (blocks * kScanStages * kScanChunk<Scan> * kScanStepBytes<Scan>);
+  const int64_t most =
+      scan.steps / (2 * kScanStages * kScanChunk<Scan>);  // so that the first stage is soon there
+  plan.stage_steps = static_cast<int>(larger<int64_t>(chunks < most ? chunks : most, 1)) * kScanChunk<Scan>;
   return plan;
 }
 

@@ -33,7 +33,8 @@ void run_channels(const Scan& scan, int64_t first, int count) {
       *x.result = narrow<typename Scan::T>(h[i]);
       if constexpr (Scan::kBackward) {
         if (x.h)
-          *x.grad_a = scan.gradient_of_a(h[i], is_last ? scan.before_all(x) : x.h[scan.h.step], is_reset);
+          *x.grad_a =
+              scan.gradient_of_a(h[i], widen(is_last ? scan.before_all(x) : x.h[scan.h.step]), is_reset);
         if (is_last) scan.store_grad_initial(x, h[i], is_reset);
         was_reset[i] = is_reset;
       }

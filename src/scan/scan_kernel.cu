@@ -32,7 +32,7 @@ cudaError_t run_serially(const Scan& scan, const DeviceInfo& device, cudaStream_
   const auto kernel = serial_scan_kernel<Scan>;
   if (const cudaError_t error = set_max_dynamic_shared(kernel, bytes); error != cudaSuccess) return error;
   kernel<<<static_cast<unsigned>(plan.blocks), kScanSerialThreads, bytes, stream>>>(
-      scan, vectors_of(scan, 1 << plan.width_bits), plan);
+      scan, vectors_of(scan, kScanWarp), plan);
   return cudaGetLastError();
 }
 

@@ -1,8 +1,8 @@
-// The scan of many channels: a thread runs all steps of one, and a block has up to 32 channels.
+// The scan of many channels: a thread runs all steps of one, and a block has 32 channels at a time.
 //
-// A step computes little, so memory sets the speed, and few channels have little of it on the way: 4096 channels
-// are one block for each multiprocessor of an H200. So one warp of a block copies later steps to a ring in shared
-// memory, one runs the steps of a stage of it, and one writes the results of the stage before.
+// A step computes little, so memory sets the speed, and few channels have little of it on the way: 4096
+// channels are one block for each multiprocessor of an H200. So one warp of a block copies later steps to a
+// ring in shared memory, one runs the steps of a stage of it, and one writes the results of the stage before.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -16,23 +16,21 @@ class SerialScan {
   using T = typename Scan::T;
   using C = typename Scan::C;
   using Channel = typename Scan::Channel;
+  static constexpr int kChunk = kScanChunk<Scan>;
 
  public:
   // group: of channels. memory: serial_bytes<Scan>(plan).
   __device__ __forceinline__ SerialScan(const Scan& scan, const ScanVectors& vectors, const SerialPlan& plan,
                                         int64_t group, void* memory)
-      : scan_(scan),
-        vectors_(vectors),
-        plan_(plan),
-        lane_(static_cast<int>(threadIdx.x) % kScanWarp) {
-    const int width = 1 << plan.width_bits, values = kScanStages * plan.stage_steps * width;
+      : scan_(scan), vectors_(vectors), plan_(plan), lane_(static_cast<int>(threadIdx.x) % kScanWarp) {
+    const int values = kScanStages * plan.stage_steps * kScanWarp;
     a_ = static_cast<C*>(memory);
     b_ = reinterpret_cast<T*>(a_ + values);
     h_ = b_ + values;
     resets_ = reinterpret_cast<bool*>(h_ + (Scan::kBackward ? values : 0));
-    const int64_t first_channel = group << plan.width_bits;
-    channels_ = static_cast<int>(min(scan.channels.count - first_channel, int64_t{width}));
-    own_ = min(lane_ & (width - 1), channels_ - 1);
+    const int64_t first_channel = group * kScanWarp;
+    channels_ = static_cast<int>(min(scan.channels.count - first_channel, int64_t{kScanWarp}));
+    own_ = min(lane_, channels_ - 1);
     channel_ = scan.channel(first_channel + own_);
   }
 
@@ -64,9 +62,7 @@ class SerialScan {
   __device__ __forceinline__ int steps_from(int64_t first) const {
     return static_cast<int>(clamped<int64_t>(scan_.steps - first, 0, plan_.stage_steps));
   }
-  __device__ __forceinline__ int place_of(int stage) const {
-    return stage * plan_.stage_steps << plan_.width_bits;
-  }
+  __device__ __forceinline__ int place_of(int stage) const { return stage * plan_.stage_steps * kScanWarp; }
 
   // Starts to copy a stage's steps, those that exist.
   __device__ __forceinline__ void copy_stage(int64_t first, int stage) const {
@@ -97,31 +93,28 @@ class SerialScan {
   template <typename E, class G>
   __device__ __forceinline__ void for_each_vector(E* x, const ScanOperand<E>& operand, bool vectors,
                                                   int64_t first, int begin, int end, const G& f) const {
-    constexpr int kVector = 16 / sizeof(E), kBits = kVector == 8 ? 3 : kVector / 2;
-    const int bits = plan_.width_bits - (vectors ? kBits : 0), rows = kScanWarp >> bits;  // rows at once
-    const int row = lane_ >> bits, column = (lane_ & ((1 << bits) - 1)) * (vectors ? kVector : 1);
+    constexpr int kVector = 16 / sizeof(E), kLanes = kScanWarp / kVector;  // lanes of a row
+    const int row = vectors ? lane_ / kLanes : 0, column = vectors ? lane_ % kLanes * kVector : lane_;
     if (column >= channels_) return;
     x += (first + row) * operand.step + (column - own_);  // that is 0 for single elements
-    int at = (row << plan_.width_bits) + column;
-    const int64_t by = rows * operand.step;
+    int at = row * kScanWarp + column;
     if (vectors) {
 #pragma unroll 4
-      for (int r = row; r < end; r += rows, x += by, at += rows << plan_.width_bits) {
+      for (int r = row; r < end; r += kVector, x += kVector * operand.step, at += kVector * kScanWarp) {
         if (r >= begin) f(at, x, Vector<16>());
       }
     } else {
 #pragma unroll 4
-      for (int r = row; r < end; r += rows, x += by, at += rows << plan_.width_bits) {
+      for (int r = 0; r < end; ++r, x += operand.step, at += kScanWarp) {
         if (r >= begin) f(at, x, Vector<sizeof(E)>());
       }
     }
   }
   __device__ __forceinline__ void copy_resets(bool* to, int64_t first) const {
-    const int row = lane_ >> plan_.width_bits, rows = kScanWarp >> plan_.width_bits, end = steps_from(first);
-    const auto* x = reinterpret_cast<const unsigned char*>(channel_.reset + (first + row) * scan_.reset.step);
-    int at = lane_;
+    const auto* x = reinterpret_cast<const unsigned char*>(channel_.reset + first * scan_.reset.step);
+    const int end = steps_from(first);
 #pragma unroll 16
-    for (int r = row; r < end; r += rows, x += rows * scan_.reset.step, at += kScanWarp) to[at] = __ldg(x);
+    for (int r = 0; r < end; ++r, x += scan_.reset.step) to[r * kScanWarp + lane_] = __ldg(x);
   }
 
   __device__ __forceinline__ void write_stage(int64_t first, int stage) const {
@@ -132,8 +125,8 @@ class SerialScan {
     }
   }
   template <typename E>
-  __device__ __forceinline__ void write_rows(const E* from, E* to, const ScanOperand<E>& operand, bool vectors,
-                                             int64_t first) const {
+  __device__ __forceinline__ void write_rows(const E* from, E* to, const ScanOperand<E>& operand,
+                                             bool vectors, int64_t first) const {
     for_each_vector(to, operand, vectors, first, 0, steps_from(first), [&](int at, E* x, auto vector) {
       if constexpr (decltype(vector)::kBytes == 16) {
         *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(from + at);
@@ -145,30 +138,29 @@ class SerialScan {
 
   // Leaves the results of a stage in its place: those of b, and the gradients of a.
   __device__ __forceinline__ void run_stage(int64_t first, int stage, A& state, bool& was_reset) const {
-    const int width = 1 << plan_.width_bits, steps = steps_from(first);
+    const int steps = steps_from(first);
     int at = place_of(stage) + lane_;
     if (Scan::kBackward && channel_.h && first + steps == scan_.steps) {
-      h_[at + (steps - 1) * width] = scan_.before_all(channel_);
+      h_[at + (steps - 1) * kScanWarp] = scan_.before_all(channel_);
     }
     // Steps are read while those before them run.
     int left = steps;
-    if (left >= kScanChunk) {
-      Steps<kScanChunk> now = read<kScanChunk>(at);
-      for (; left >= 2 * kScanChunk; left -= kScanChunk, at += kScanChunk * width) {
-        const Steps<kScanChunk> next = read<kScanChunk>(at + kScanChunk * width);
+    if (left >= kChunk) {
+      Steps<kChunk> now = read<kChunk>(at);
+      for (; left >= 2 * kChunk; left -= kChunk, at += kChunk * kScanWarp) {
+        const Steps<kChunk> next = read<kChunk>(at + kChunk * kScanWarp);
         run_steps(now, at, state, was_reset);
         now = next;
       }
       run_steps(now, at, state, was_reset);
-      left -= kScanChunk, at += kScanChunk * width;
+      left -= kChunk, at += kChunk * kScanWarp;
     }
-    for (; left > 0; --left, at += width) run_steps(read<1>(at), at, state, was_reset);
+    for (; left > 0; --left, at += kScanWarp) run_steps(read<1>(at), at, state, was_reset);
   }
 
   template <int kSteps>
   struct Steps {
-    C a[kSteps];
-    T b[kSteps], before[kSteps];
+    A a[kSteps], b[kSteps], before[kSteps];
     bool reset[kSteps];
   };
   template <int kSteps>
@@ -176,20 +168,21 @@ class SerialScan {
     Steps<kSteps> steps;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      const int place = at + (k << plan_.width_bits);
-      steps.a[k] = a_[place], steps.b[k] = b_[place];
-      if (Scan::kBackward && channel_.h) steps.before[k] = h_[place];
+      const int place = at + k * kScanWarp;
+      steps.a[k] = scan_.factor(a_[place]), steps.b[k] = widen(b_[place]);
+      if (Scan::kBackward && channel_.h) steps.before[k] = widen(h_[place]);
       steps.reset[k] = channel_.reset && resets_[place];
     }
     return steps;
   }
   template <int kSteps>
-  __device__ __forceinline__ void run_steps(const Steps<kSteps>& steps, int at, A& state, bool& was_reset) const {
+  __device__ __forceinline__ void run_steps(const Steps<kSteps>& steps, int at, A& state,
+                                            bool& was_reset) const {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      const int place = at + (k << plan_.width_bits);
+      const int place = at + k * kScanWarp;
       const bool reset = steps.reset[k];
-      state = advance(scan_.factor(steps.a[k]), widen(steps.b[k]), Scan::kBackward ? was_reset : reset, state);
+      state = advance(steps.a[k], steps.b[k], Scan::kBackward ? was_reset : reset, state);
       b_[place] = narrow<T>(state);
       if (Scan::kBackward && channel_.h) a_[place] = scan_.gradient_of_a(state, steps.before[k], reset);
       was_reset = reset;
@@ -200,11 +193,11 @@ class SerialScan {
   const ScanVectors& vectors_;
   const SerialPlan& plan_;
   const int lane_;
-  C* a_;  // [stages * steps, width]
+  C* a_;  // [stages * steps, lanes]
   T *b_, *h_;
   bool* resets_;
   int channels_;     // of the block
-  int own_;          // which of them the lane copies and runs, or the last one
+  int own_;          // which of them the lane copies and runs: the last one, if there are fewer
   Channel channel_;  // at its first step
   int next_ = 0;     // stage
 };

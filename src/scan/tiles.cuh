@@ -308,7 +308,8 @@ class TiledScan {
     for (int k = 0; k < kSteps; ++k) {
       h = advance(scan_.factor(*a), widen(*b), kResets && (forgets >> k & 1), h);
       *b = narrow<T>(h);
-      if (Scan::kBackward && scan_.h.data) *a = scan_.gradient_of_a(h, *before, kResets && (resets >> k & 1));
+      if (Scan::kBackward && scan_.h.data)
+        *a = scan_.gradient_of_a(h, widen(*before), kResets && (resets >> k & 1));
       a += of_a_.step, b += of_b_.step, before += of_b_.step;
     }
     return h;

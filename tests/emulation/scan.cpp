@@ -122,7 +122,7 @@ void run(const Scan& scan, int shared_bytes) {
     DeviceInfo device = {};
     device.multiprocessors = 40, device.shared_bytes = shared_bytes;
     const SerialPlan plan = plan_serial(scan, device);
-    const ScanVectors vectors = vectors_of(scan, 1 << plan.width_bits);
+    const ScanVectors vectors = vectors_of(scan, kScanWarp);
     return cuda_on_cpu::run(
         {blocks_of(plan.blocks), kScanSerialThreads, 1, static_cast<size_t>(serial_bytes<Scan>(plan))}, [&] {
           for (int64_t group = blockIdx.x; group < plan.groups; group += plan.blocks) {

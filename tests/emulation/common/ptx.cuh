@@ -11,10 +11,6 @@ inline uint4 ld_relaxed_gpu(const void* address) {
   return *static_cast<const uint4*>(address);
 }
 inline void fence_gpu() {}
-inline unsigned ld_relaxed_gpu_u32(const unsigned* address) {
-  cuda_on_cpu::poll();
-  return *address;
-}
 
 inline void st_relaxed_gpu(void* address, unsigned x) {
   *static_cast<unsigned*>(address) = x;
