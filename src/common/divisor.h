@@ -13,12 +13,14 @@ struct Divisor {
     multiplier =
         static_cast<uint64_t>(((static_cast<unsigned __int128>(1) << (63 + shift)) + divisor - 1) / divisor);
   }
-#ifdef __CUDACC__
-  __device__ __forceinline__ int64_t quotient(int64_t a) const {
+  LLTM_HOST_DEVICE int64_t quotient(int64_t a) const {
+#ifdef __CUDA_ARCH__
     return __umul64hi(2 * static_cast<uint64_t>(a), multiplier) >> shift;
-  }
-  __device__ __forceinline__ int64_t remainder(int64_t a) const { return a - quotient(a) * divisor; }
+#else
+    return a / divisor;
 #endif
+  }
+  LLTM_HOST_DEVICE int64_t remainder(int64_t a) const { return a - quotient(a) * divisor; }
 
   int64_t divisor = 1;
   uint64_t multiplier = uint64_t{1} << 63;

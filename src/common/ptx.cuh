@@ -17,11 +17,6 @@ __device__ __forceinline__ uint4 ld_relaxed_gpu(const void* address) {
                : "memory");
   return x;
 }
-__device__ __forceinline__ unsigned ld_relaxed_gpu_u32(const unsigned* address) {
-  unsigned x;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(address) : "memory");
-  return x;
-}
 
 __device__ __forceinline__ void st_relaxed_gpu(void* address, unsigned x) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" : : "l"(address), "r"(x) : "memory");
@@ -30,6 +25,25 @@ __device__ __forceinline__ void st_relaxed_gpu(void* address, uint2 x) {
   asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};"
                :
                : "l"(address), "r"(x.x), "r"(x.y)
+               : "memory");
+}
+
+// Of two numbers; each is read or written as a whole.
+struct Uint64Pair {
+  uint64_t x, y;
+};
+__device__ __forceinline__ Uint64Pair ld_relaxed_gpu_u64_pair(const void* address) {
+  Uint64Pair pair;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(pair.x), "=l"(pair.y)
+               : "l"(address)
+               : "memory");
+  return pair;
+}
+__device__ __forceinline__ void st_relaxed_gpu(void* address, Uint64Pair pair) {
+  asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};"
+               :
+               : "l"(address), "l"(pair.x), "l"(pair.y)
                : "memory");
 }
 
@@ -146,6 +160,16 @@ __device__ __forceinline__ void cp_async_if(bool when, void* shared, const void*
 #else
   if (when) cp_async<BYTES>(shared, global, valid);
 #endif
+}
+
+// Copies kBytes, now or by cp.async.
+template <int kBytes, typename E>
+__device__ __forceinline__ void copy_to_shared(E* to, const E* from) {
+  if constexpr (kBytes >= 4) {
+    cp_async<kBytes>(to, from, kBytes);
+  } else {
+    *to = __ldg(from);
+  }
 }
 
 __device__ __forceinline__ void cp_async_commit_group() {

@@ -122,7 +122,10 @@ class Operands {
   ScanChannels channels() const {
     ScanChannels channels;
     channels.dims = static_cast<int>(merged_.size());
-    for (int d = 0; d < channels.dims; ++d) channels.count *= channels.sizes[d] = merged_[d];
+    for (int d = 0; d < channels.dims; ++d) {
+      channels.sizes[d] = Divisor(merged_[d]);
+      channels.count *= merged_[d];
+    }
     return channels;
   }
 
@@ -189,9 +192,11 @@ void run_on(const Tensor&, const Scan& scan) {
 #ifdef LLTM_EXT_WITH_CUDA
 template <class Scan>
 cudaError_t run_on(const Tensor& like, const Scan& scan, cudaStream_t stream) {
-  const int64_t bytes = ScanLinks<wide_t<Scan>>::bytes(plan_of(scan));
-  const Tensor links = at::empty({bytes}, like.options().dtype(at::kByte));
-  return run_scan(scan, links.mutable_data_ptr(), stream);
+  int64_t bytes = 0;
+  const cudaError_t error = scan_workspace_bytes(scan, bytes);
+  if (error != cudaSuccess) return error;
+  const Tensor workspace = at::empty({bytes}, like.options().dtype(at::kByte));
+  return run_scan(scan, workspace.mutable_data_ptr(), stream);
 }
 #endif
 
@@ -227,14 +232,14 @@ Tensor forward(const Tensor& a, const Tensor& b, const OptionalTensor& initial_,
     using T = typename decltype(type)::type;
     return with_coefficient<T>(a, [&](auto coefficient) {
       using C = typename decltype(coefficient)::type;
-      ScanForward<T, C> scan;
+      Scan<T, C, false> scan;
       scan.steps = h.size(0);
       scan.channels = operands.channels();
       scan.a = operands.operand<const C>(a);
       scan.b = operands.operand<const T>(b);
       scan.initial = operands.operand<const T>(initial);
       scan.reset = operands.operand<const bool>(reset, /*leading=*/true);
-      scan.h = operands.operand<T>(h);
+      scan.result = operands.operand<T>(h);
       return run_on(h, scan, stream...);
     });
   });
@@ -295,16 +300,16 @@ Gradients backward(const Tensor& grad, const Tensor& a, const OptionalTensor& in
     using T = typename decltype(type)::type;
     return with_coefficient<T>(a, [&](auto coefficient) {
       using C = typename decltype(coefficient)::type;
-      ScanBackward<T, C> scan;
+      Scan<T, C, true> scan;
       scan.steps = grad.size(0);
       scan.channels = operands.channels();
       scan.a = operands.operand<const C>(a);
-      scan.grad = operands.operand<const T>(grad);
+      scan.b = operands.operand<const T>(grad);
       scan.initial = operands.operand<const T>(initial);
       scan.h = operands.operand<const T>(h);
       scan.reset = operands.operand<const bool>(reset, /*leading=*/true);
       scan.grad_a = operands.operand<C>(grad_a);
-      scan.grad_b = operands.operand<T>(grad_b);
+      scan.result = operands.operand<T>(grad_b);
       scan.grad_initial = operands.operand<T>(grad_initial);
       return run_on(grad, scan, stream...);
     });

@@ -3,6 +3,8 @@
 // strides and a stream. No torch.
 #pragma once
 
+#include "common/device.h"
+#include "common/divisor.h"
 #include "common/types.h"
 
 #ifdef LLTM_EXT_WITH_CUDA
@@ -47,22 +49,24 @@ constexpr int kScanDims = 4;
 struct ScanChannels {
   int64_t count = 1;
   int dims = 0;
-  int64_t sizes[kScanDims] = {};
+  Divisor sizes[kScanDims];
 };
 
 struct ChannelIndex {
   int64_t of[kScanDims];
+  bool has_more;  // than one dimension
 };
 
 LLTM_HOST_DEVICE ChannelIndex index_of(const ScanChannels& channels, int64_t channel) {
-  ChannelIndex index = {};
+  ChannelIndex index = {{channel}, channels.dims > 1};
+  if (!index.has_more) return index;
 #pragma unroll
   for (int d = kScanDims - 1; d > 0; --d) {
     if (d >= channels.dims) continue;
-    index.of[d] = channel % channels.sizes[d];
-    channel /= channels.sizes[d];
+    const int64_t rest = channels.sizes[d].quotient(index.of[0]);
+    index.of[d] = index.of[0] - rest * channels.sizes[d].divisor;
+    index.of[0] = rest;
   }
-  index.of[0] = channel;
   return index;
 }
 
@@ -75,192 +79,191 @@ struct ScanOperand {
 
   LLTM_HOST_DEVICE P* at(const ChannelIndex& index) const {
     if (!data) return nullptr;
-    int64_t offset = 0;
+    int64_t offset = index.of[0] * strides[0];
+    if (index.has_more) {
 #pragma unroll
-    for (int d = 0; d < kScanDims; ++d) offset += index.of[d] * strides[d];
+      for (int d = 1; d < kScanDims; ++d) offset += index.of[d] * strides[d];
+    }
     return data + offset;
   }
+  // Whether groups of `width` channels of a step consist of vectors of 16 bytes in memory.
+  bool has_vectors(const ScanChannels& channels, int width) const {
+    constexpr int kVector = 16 / sizeof(P);
+    const int last = channels.dims > 1 ? channels.dims - 1 : 0;
+    bool has = width % kVector == 0 && strides[last] == 1 && step % kVector == 0 &&
+               channels.sizes[last].divisor % (last > 0 ? width : kVector) == 0 &&
+               reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    for (int d = 0; d < last; ++d) has = has && strides[d] % kVector == 0;
+    return has;
+  }
 };
 
-// ---- A step: h = a h + b, or h = b where the step forgets the state before it.
+// ---- A scan, or the gradients of one
 
-template <typename A>
-struct ScanStep {
-  A a, b, saved;  // saved: what storing the result needs
-};
-
-template <typename A>
-LLTM_HOST_DEVICE A advance(const ScanStep<A>& step, bool forgets, A h) {
-  return forgets ? step.b : multiply_add(step.a, h, step.b);
-}
-
-// A Channel points to a step of a channel, `moved` to another one. `load` and `store` are told whether it is
-// the first or the last one.
-//
 // T: the type of b and h. C: that of a, which is T, or float where T is a half type.
-template <typename T, typename C>
-struct ScanForward {
-  using A = acc_t<T>;
-  static constexpr bool kBackward = false;
-
-  int64_t steps;
-  ScanChannels channels;
-  ScanOperand<const C> a;
-  ScanOperand<const T> b, initial;  // initial: of one step; null: zeros
-  ScanOperand<const bool> reset;    // null: none
-  ScanOperand<T> h;
-
-  struct Channel {
-    const C* a;
-    const T *b, *initial;
-    const bool* reset;
-    T* h;
-  };
-  LLTM_HOST_DEVICE Channel channel(int64_t number) const {
-    const ChannelIndex i = index_of(channels, number);
-    return {a.at(i), b.at(i), initial.at(i), reset.at(i), h.at(i)};
-  }
-  bool time_is_fastest() const { return channels.dims <= 1 && (h.step == 1 || h.step == -1); }
-  LLTM_HOST_DEVICE Channel moved(Channel x, int64_t by) const {
-    x.a += by * a.step, x.b += by * b.step, x.h += by * h.step;
-    if (x.reset) x.reset += by * reset.step;
-    return x;
-  }
-  // The same step of another channel, where channels have one dimension.
-  LLTM_HOST_DEVICE Channel beside(Channel x, int64_t by) const {
-    x.a += by * a.strides[0], x.b += by * b.strides[0], x.h += by * h.strides[0];
-    if (x.reset) x.reset += by * reset.strides[0];
-    return x;
-  }
-  LLTM_HOST_DEVICE A before_first(const Channel& x) const { return x.initial ? widen(*x.initial) : A{}; }
-  LLTM_HOST_DEVICE bool forgets(const Channel& x, bool) const { return x.reset && *x.reset; }
-  LLTM_HOST_DEVICE ScanStep<A> load(const Channel& x, bool, bool) const {
-    return {widen(*x.a), widen(*x.b), A{}};
-  }
-  LLTM_HOST_DEVICE void store(const Channel& x, const ScanStep<A>&, bool, bool, A value) const {
-    *x.h = narrow<T>(value);
-  }
-};
-
-// The gradients, of the same operands. Step s is the (steps - 1 - s)-th of forward, so `data` is that of
-// forward's last step and strides between steps are the negative ones. With d for the gradient of h:
+//
+// Backward, step s is the (steps - 1 - s)-th of forward, so `data` is that of forward's last step and strides
+// between steps are the negative ones. With d for the gradient of h:
 //   d_s = grad_s + conj(a_{s-1}) d_{s-1};  grad_b = d;  grad_a_s = d_s conj(h_{s+1});
 //   after the last step, h is the initial state, whose gradient is conj(a_s) d_s.
 // The state before a reset has no gradient, and the a of a reset has 0.
-template <typename T, typename C>
-struct ScanBackward {
+//
+// So each is h_s = a h_{s-1} + b, where a is read at step s - kBackward, and h of forward at step s + 1.
+template <typename T_, typename C_, bool kBackward_>
+struct Scan {
+  using T = T_;
+  using C = C_;
   using A = acc_t<T>;
-  static constexpr bool kBackward = true;
+  static constexpr bool kBackward = kBackward_;
 
   int64_t steps;
   ScanChannels channels;
   ScanOperand<const C> a;
-  ScanOperand<const T> grad, initial, h;  // h: null if grad_a is not wanted
-  ScanOperand<const bool> reset;
-  ScanOperand<C> grad_a;  // null if h is
-  ScanOperand<T> grad_b;
-  ScanOperand<T> grad_initial;  // of one step; null: not wanted
+  ScanOperand<const T> b;         // backward: the gradient of h
+  ScanOperand<const T> h;         // backward: forward's result, or null if grad_a is not wanted
+  ScanOperand<const T> initial;   // of one step; null: zeros
+  ScanOperand<const bool> reset;  // null: none
+  ScanOperand<T> result;          // h; backward: grad_b
+  ScanOperand<C> grad_a;          // null if h is
+  ScanOperand<T> grad_initial;    // of one step; null: not wanted
 
+  // Pointers to a step of a channel.
   struct Channel {
     const C* a;
-    const T *grad, *initial, *h;
+    const T *b, *h, *initial;
     const bool* reset;
+    T* result;
     C* grad_a;
-    T *grad_b, *grad_initial;
+    T* grad_initial;
   };
   LLTM_HOST_DEVICE Channel channel(int64_t number) const {
     const ChannelIndex i = index_of(channels, number);
-    return {a.at(i),     grad.at(i),   initial.at(i), h.at(i),
-            reset.at(i), grad_a.at(i), grad_b.at(i),  grad_initial.at(i)};
+    return {a.at(i),     b.at(i),      h.at(i),      initial.at(i),
+            reset.at(i), result.at(i), grad_a.at(i), grad_initial.at(i)};
   }
-  bool time_is_fastest() const { return channels.dims <= 1 && (grad_b.step == 1 || grad_b.step == -1); }
   LLTM_HOST_DEVICE Channel moved(Channel x, int64_t by) const {
-    x.a += by * a.step, x.grad += by * grad.step, x.grad_b += by * grad_b.step;
-    if (x.h) x.h += by * h.step, x.grad_a += by * grad_a.step;
+    x.a += by * a.step, x.b += by * b.step, x.result += by * result.step;
     if (x.reset) x.reset += by * reset.step;
+    if (x.h) x.h += by * h.step, x.grad_a += by * grad_a.step;
     return x;
   }
-  LLTM_HOST_DEVICE Channel beside(Channel x, int64_t by) const {
-    x.a += by * a.strides[0], x.grad += by * grad.strides[0], x.grad_b += by * grad_b.strides[0];
-    if (x.h) x.h += by * h.strides[0], x.grad_a += by * grad_a.strides[0];
-    if (x.reset) x.reset += by * reset.strides[0];
-    if (x.initial) x.initial += by * initial.strides[0];
-    if (x.grad_initial) x.grad_initial += by * grad_initial.strides[0];
-    return x;
+
+  LLTM_HOST_DEVICE static A before_first(const Channel& x) {
+    return !kBackward && x.initial ? widen(*x.initial) : A{};
   }
-  LLTM_HOST_DEVICE A before_first(const Channel&) const { return A{}; }
-  // x may be after the last step: whether the initial state has no gradient.
-  LLTM_HOST_DEVICE bool forgets(const Channel& x, bool is_first) const {
-    return is_first || (x.reset && *(x.reset - reset.step));
+  LLTM_HOST_DEVICE static A factor(C of_a) { return kBackward ? conjugate(widen(of_a)) : widen(of_a); }
+
+  // Backward: the gradient of a, from that of h, and h of the step before.
+  LLTM_HOST_DEVICE static C gradient_of_a(A value, A before, bool is_reset) {
+    return narrow<C>(is_reset ? A{} : multiply(value, conjugate(before)));
   }
-  LLTM_HOST_DEVICE ScanStep<A> load(const Channel& x, bool is_first, bool is_last) const {
-    return {is_first ? A{} : conjugate(widen(*(x.a - a.step))), widen(*x.grad),
-            is_last || !x.h ? A{} : conjugate(widen(x.h[h.step]))};
-  }
-  LLTM_HOST_DEVICE void store(const Channel& x, const ScanStep<A>& step, bool next_forgets, bool is_last,
-                              A value) const {
-    *x.grad_b = narrow<T>(value);
-    if (x.h) {
-      A state = step.saved;
-      if (is_last && x.initial) state = conjugate(widen(*x.initial));
-      *x.grad_a = narrow<C>(next_forgets ? A{} : multiply(value, state));
-    }
-    if (is_last && x.grad_initial) {
-      const A of_initial = multiply(conjugate(widen(*x.a)), value);
-      *x.grad_initial = narrow<T>(next_forgets ? A{} : of_initial);
+  // Before forward's first step h is the initial state.
+  LLTM_HOST_DEVICE static T before_all(const Channel& x) { return x.initial ? *x.initial : T{}; }
+  // Backward, after the last step, where x is.
+  LLTM_HOST_DEVICE static void store_grad_initial(const Channel& x, A value, bool is_reset) {
+    if (x.grad_initial) {
+      *x.grad_initial = narrow<T>(is_reset ? A{} : multiply(conjugate(widen(*x.a)), value));
     }
   }
 };
+
+template <typename A>
+LLTM_HOST_DEVICE A advance(A a, A b, bool forgets, A h) {
+  return forgets ? b : multiply_add(a, h, b);
+}
+
+// Which operands consist of vectors of channels.
+struct ScanVectors {
+  bool a, b, h, result, grad_a;
+};
+template <class Scan>
+ScanVectors vectors_of(const Scan& scan, int width) {
+  const auto has = [&](const auto& x) { return x.has_vectors(scan.channels, width); };
+  return {has(scan.a), has(scan.b), has(scan.h), has(scan.result), has(scan.grad_a)};
+}
 
 // ---- How CUDA divides the work. It does not depend on when blocks run, so the same call gives the same
 // bits.
 
-constexpr int kScanThreads = 256;
+constexpr int kScanWarp = 32;  // threads
 
-// From so many channels on, a thread has one, and all its steps. Blocks are small there, so that all
-// multiprocessors have about as many threads.
-constexpr int64_t kScanManyChannels = 20'000;
-constexpr int kScanSerialThreads = 64;
+// ---- Many channels. A thread has one, and all its steps. A block has a ring in shared memory: of its stages
+// two are run and written, and the others are on the way.
 
-// The steps of a thread, which it keeps in registers.
+constexpr int64_t kScanManyChannels = 1'500;
+constexpr int kScanStages = 6;
+constexpr int kScanSerialThreads = 3 * kScanWarp;
+constexpr int kScanSerialBlocks = 5;  // of a multiprocessor, at most
+
 template <class Scan>
-constexpr int kScanSteps = (Scan::kBackward ? 32 : 64) / sizeof(typename Scan::A);
+constexpr int kScanChunk = 32 / sizeof(typename Scan::A);  // steps that a thread has in registers
 
-// A block has a tile of `width` channels, a power of two, and `tile_steps` steps. Or each of its threads has
-// a channel.
-struct ScanPlan {
-  bool serial;
-  int width;
-  int tile_steps, tile_bits;  // a power of two, and its exponent
-  int64_t groups;             // tiles side by side: channels / width
-  int64_t tiles;              // tiles one after the other: steps / tile_steps
-
-  int64_t blocks() const { return groups * tiles; }
+struct SerialPlan {
+  int stage_steps;
+  int64_t groups, blocks;  // a block has one group of 32 channels after the other
 };
 
-// time_is_fastest: whether adjacent steps are neighbours in memory. With fewer than kScanManyChannels it
-// makes no difference to the plan, and so none to the results.
-inline ScanPlan plan_scan(int64_t steps, int64_t channels, int thread_steps, bool time_is_fastest) {
-  if (channels >= kScanManyChannels && !time_is_fastest) {
-    return {true, kScanSerialThreads, 0, 0, ceil_div(channels, kScanSerialThreads), 1};
-  }
-  // A warp reads 32 adjacent channels, or adjacent steps. If there are few steps, more channels keep all
-  // threads busy.
-  const int64_t most = larger<int64_t>(32, kScanThreads / ceil_div(steps, thread_steps));
-  int width = 1;
-  while (width < channels && 2 * width <= most) width *= 2;
-  const int tile_steps = kScanThreads / width * thread_steps;
-  int tile_bits = 0;
-  while (1 << tile_bits < tile_steps) ++tile_bits;
-  return {false, width, tile_steps, tile_bits, ceil_div(channels, width), ceil_div(steps, tile_steps)};
+// Of a group. A reset is a byte.
+template <class Scan>
+constexpr int kScanStepBytes = kScanWarp * (sizeof(typename Scan::C) + sizeof(bool) +
+                                            sizeof(typename Scan::T) * (Scan::kBackward ? 2 : 1));
+
+template <class Scan>
+int serial_bytes(const SerialPlan& plan) {
+  return kScanStages * plan.stage_steps * kScanStepBytes<Scan>;
 }
 
-// A part of the time as a function of the state before it, h -> a h + b. In double: where |a| > 1, products
-// of many a overflow float although h is finite.
-template <typename W>
-struct Affine {
-  W a, b;
+// Each multiprocessor has enough bytes on the way, and room for its blocks.
+template <class Scan>
+SerialPlan plan_serial(const Scan& scan, const DeviceInfo& device) {
+  constexpr int64_t kRing = 128 << 10, kReserved = 8 << 10;
+  SerialPlan plan = {};
+  plan.groups = ceil_div(scan.channels.count, kScanWarp);
+  const int64_t at_once = int64_t{device.multiprocessors} * kScanSerialBlocks;
+  plan.blocks = ceil_div(plan.groups, ceil_div(plan.groups, at_once));
+  const int64_t room = device.shared_bytes - kReserved,
+                blocks = ceil_div(plan.blocks, device.multiprocessors);
+  const int64_t chunks =
+      (room < kRing ? room : kRing) / (blocks * kScanStages * kScanChunk<Scan> * kScanStepBytes<Scan>);
+  const int64_t most =
+      scan.steps / (2 * kScanStages * kScanChunk<Scan>);  // so that the first stage is soon there
+  plan.stage_steps = static_cast<int>(larger<int64_t>(chunks < most ? chunks : most, 1)) * kScanChunk<Scan>;
+  return plan;
+}
+
+// ---- Fewer channels. A block has tiles of `width` channels and some steps.
+
+// The most threads of a block; the steps of a thread.
+template <class Scan>
+constexpr int kScanThreads = 1024 / sizeof(typename Scan::A);
+template <class Scan>
+constexpr int kScanSteps = (Scan::kBackward ? 64 : 128) / sizeof(typename Scan::A);
+
+struct ScanPlan {
+  int threads;
+  int width, width_bits;      // a power of two, and its exponent
+  int tile_steps, tile_bits;  // likewise
+  int64_t groups;             // tiles side by side: channels / width
+  int64_t tiles;              // tiles one after the other: steps / tile_steps
+  bool time_is_fastest;       // whether adjacent steps are neighbours in memory
+
+  LLTM_HOST_DEVICE int64_t blocks() const { return groups * tiles; }
 };
+
+// time_is_fastest changes no result.
+inline ScanPlan plan_scan(int64_t steps, int64_t channels, int threads, int thread_steps,
+                          bool time_is_fastest) {
+  // If there are few steps, more channels keep all threads busy.
+  const int64_t most = larger<int64_t>(kScanWarp, threads / ceil_div(steps, thread_steps));
+  ScanPlan plan = {threads, 1, 0, threads * thread_steps, 0, 0, 0, time_is_fastest};
+  while (plan.width < channels && 2 * plan.width <= most) plan.width *= 2, ++plan.width_bits;
+  plan.tile_steps >>= plan.width_bits;
+  while (1 << plan.tile_bits < plan.tile_steps) ++plan.tile_bits;
+  plan.groups = ceil_div(channels, plan.width), plan.tiles = ceil_div(steps, plan.tile_steps);
+  return plan;
+}
+
+// The type of the states that blocks hand on.
 template <typename A>
 struct ScanWide {
   using type = double;
@@ -272,37 +275,13 @@ struct ScanWide<Complex<R>> {
 template <class Scan>
 using wide_t = typename ScanWide<typename Scan::A>::type;
 
-// What blocks tell those of later tiles. Empty if no tile follows another.
-template <typename W>
-struct ScanLinks {
-  Affine<W>* parts;   // [groups, tiles, width]: tiles as functions
-  W* states;          // [groups, tiles, width]: the states after them
-  unsigned* known;    // [groups, tiles]: 0; 1: the parts; 2: the states too
-  unsigned* started;  // the number of blocks that have started
-
-  static int64_t flag_bytes(const ScanPlan& plan) { return (plan.blocks() + 1) * sizeof(unsigned); }
-  static int64_t bytes(const ScanPlan& plan) {
-    if (plan.tiles < 2) return 0;
-    return plan.blocks() * plan.width * (sizeof(Affine<W>) + sizeof(W)) + flag_bytes(plan);
-  }
-  static ScanLinks in(void* memory, const ScanPlan& plan) {
-    if (plan.tiles < 2) return {};
-    const int64_t values = plan.blocks() * plan.width;
-    auto* const parts = static_cast<Affine<W>*>(memory);
-    auto* const states = reinterpret_cast<W*>(parts + values);
-    auto* const known = reinterpret_cast<unsigned*>(states + values);
-    return {parts, states, known, known + plan.blocks()};
-  }
-};
-
-// Whether blocks can exchange elements between threads. Complex numbers would take too much shared memory.
 template <class Scan>
-constexpr bool kScanExchanges = sizeof(wide_t<Scan>) == 8;
-
+bool time_is_fastest(const Scan& scan) {
+  return scan.channels.dims <= 1 && (scan.result.step == 1 || scan.result.step == -1) && scan.steps > 1;
+}
 template <class Scan>
-ScanPlan plan_of(const Scan& scan) {
-  return plan_scan(scan.steps, scan.channels.count, kScanSteps<Scan>,
-                   kScanExchanges<Scan> && scan.time_is_fastest());
+bool runs_serially(const Scan& scan) {
+  return scan.channels.count >= kScanManyChannels && !time_is_fastest(scan);
 }
 
 // ---- The launchers
@@ -310,9 +289,11 @@ ScanPlan plan_of(const Scan& scan) {
 template <class Scan>
 void run_scan(const Scan& scan);
 #ifdef LLTM_EXT_WITH_CUDA
-// links: the memory of ScanLinks, of the plan's size.
+// On the current device. workspace: of so many bytes.
 template <class Scan>
-cudaError_t run_scan(const Scan& scan, void* links, cudaStream_t stream);
+cudaError_t scan_workspace_bytes(const Scan& scan, int64_t& bytes);
+template <class Scan>
+cudaError_t run_scan(const Scan& scan, void* workspace, cudaStream_t stream);
 #endif
 
 }  // namespace lltm_ext

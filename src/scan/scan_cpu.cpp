@@ -14,21 +14,31 @@ template <class Scan>
 void run_channels(const Scan& scan, int64_t first, int count) {
   typename Scan::Channel channels[kTogether];
   typename Scan::A h[kTogether];
-  bool forgets[kTogether];
+  bool was_reset[kTogether];  // backward: whether the step before forgets this one
   for (int i = 0; i < count; ++i) {
     channels[i] = scan.channel(first + i);
     h[i] = scan.before_first(channels[i]);
-    forgets[i] = scan.forgets(channels[i], true);
+    was_reset[i] = true;
   }
   for (int64_t s = 0; s < scan.steps; ++s) {
     const bool is_last = s + 1 == scan.steps;
     for (int i = 0; i < count; ++i) {
-      const auto step = scan.load(channels[i], s == 0, is_last);
-      h[i] = advance(step, forgets[i], h[i]);
-      const auto next = scan.moved(channels[i], 1);
-      forgets[i] = (Scan::kBackward || !is_last) && scan.forgets(next, false);
-      scan.store(channels[i], step, forgets[i], is_last, h[i]);
-      channels[i] = next;
+      const typename Scan::Channel& x = channels[i];
+      const bool is_reset = x.reset && *x.reset, forgets = Scan::kBackward ? was_reset[i] : is_reset;
+      if (forgets) {
+        h[i] = widen(*x.b);
+      } else {
+        h[i] = multiply_add(scan.factor(x.a[Scan::kBackward ? -scan.a.step : 0]), h[i], widen(*x.b));
+      }
+      *x.result = narrow<typename Scan::T>(h[i]);
+      if constexpr (Scan::kBackward) {
+        if (x.h)
+          *x.grad_a =
+              scan.gradient_of_a(h[i], widen(is_last ? scan.before_all(x) : x.h[scan.h.step]), is_reset);
+        if (is_last) scan.store_grad_initial(x, h[i], is_reset);
+        was_reset[i] = is_reset;
+      }
+      channels[i] = scan.moved(x, 1);
     }
   }
 }
@@ -48,8 +58,8 @@ void run_scan(const Scan& scan) {
 }
 
 #define LLTM_SCAN(T, C)                                  \
-  template void run_scan(const ScanForward<T, C>& scan); \
-  template void run_scan(const ScanBackward<T, C>& scan);
+  template void run_scan(const Scan<T, C, false>& scan); \
+  template void run_scan(const Scan<T, C, true>& scan);
 LLTM_SCAN(float, float)
 LLTM_SCAN(double, double)
 LLTM_SCAN(at::Half, at::Half)

@@ -71,6 +71,11 @@ inline unsigned __float_as_uint(float x) {
   return bits;
 }
 
+inline double __longlong_as_double(long long bits) {
+  double x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
 inline int __double2hiint(double x) {
   int64_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
@@ -350,6 +355,7 @@ inline int __syncthreads_or(int predicate) {
   __syncthreads();
   return any;
 }
+inline int __syncthreads_and(int predicate) { return !__syncthreads_or(!predicate); }
 inline void __syncwarp() { cuda_on_cpu::current_warp().barrier.wait(cuda_on_cpu::kWarpThreads); }
 
 template <class V>

@@ -11,7 +11,8 @@
 #include <string>
 
 #include "cuda_on_cpu.h"
-#include "scan/scan_kernel.cuh"
+#include "scan/serial.cuh"
+#include "scan/tiles.cuh"
 
 namespace lltm_ext {
 namespace {
@@ -110,29 +111,41 @@ Number step_of(Number a, Number h, Number b, bool is_complex) {
   return is_complex ? product(a, h) + b : Number(a.real() * h.real() + b.real());
 }
 
+// Devices whose blocks may have as much shared memory as 7.5's, and as 9.0's.
+constexpr int kSharedBytes[] = {64 << 10, 227 << 10};
+
 template <class Scan>
-void run(const Scan& scan) {
-  const ScanPlan plan = plan_of(scan);
-  using Links = ScanLinks<wide_t<Scan>>;
-  std::vector<Number> memory(Links::bytes(plan) / sizeof(Number) + 1);
-  std::memset(static_cast<void*>(memory.data()), 0xff, memory.size() * sizeof(Number));
-  const Links links = Links::in(memory.data(), plan);
-  if (plan.tiles > 1) std::memset(links.known, 0, Links::flag_bytes(plan));
-  const int blocks = static_cast<int>(plan.blocks());
-  if (plan.serial) {
-    return cuda_on_cpu::run({blocks, kScanSerialThreads, 1, 0}, [&] { scan_channel(scan); });
+void run(const Scan& scan, int shared_bytes) {
+  using cuda_on_cpu::current_block;
+  const auto blocks_of = [](int64_t blocks) { return static_cast<int>(blocks); };
+  if (runs_serially(scan)) {
+    DeviceInfo device = {};
+    device.multiprocessors = 40, device.shared_bytes = shared_bytes;
+    const SerialPlan plan = plan_serial(scan, device);
+    const ScanVectors vectors = vectors_of(scan, kScanWarp);
+    return cuda_on_cpu::run(
+        {blocks_of(plan.blocks), kScanSerialThreads, 1, static_cast<size_t>(serial_bytes<Scan>(plan))}, [&] {
+          for (int64_t group = blockIdx.x; group < plan.groups; group += plan.blocks) {
+            SerialScan<Scan>(scan, vectors, plan, group, current_block().memory()).run();
+          }
+        });
   }
-  cuda_on_cpu::run({blocks, kScanThreads, 1, sizeof(ScanShared<Scan>)}, [&] {
-    auto* const shared = reinterpret_cast<ScanShared<Scan>*>(cuda_on_cpu::current_block().memory());
-    if constexpr (kScanExchanges<Scan>) {
-      if (scan.time_is_fastest()) return scan_block<true>(scan, plan, links, *shared);
-    }
-    scan_block<false>(scan, plan, links, *shared);
+  const ScanPlan plan = plan_of(scan, shared_bytes);
+  using Links = TileLinks<Affine<wide_t<Scan>>>;
+  std::vector<uint4> memory(Links::bytes(plan.groups, plan.tiles, plan.width) / sizeof(uint4) + 1);
+  std::memset(memory.data(), 0xff, memory.size() * sizeof(uint4));
+  const Links links = Links::in(memory.data(), plan.groups, plan.tiles, plan.width);
+  const ScanVectors vectors = tile_vectors_of(scan, plan);
+  const int blocks = std::min(blocks_of(plan.blocks()), 7);
+  const int bytes = tile_shared_bytes<Scan>(plan.threads);
+  cuda_on_cpu::run({blocks, plan.threads, 1, static_cast<size_t>(bytes)}, [&] {
+    auto* const shared = reinterpret_cast<char*>(current_block().memory());
+    TiledScan<Scan>(scan, plan, links, vectors, blocks, shared).run();
   });
 }
 
 template <typename T, typename C>
-void run_case(const std::string& name, const Case& c) {
+void run_case(const std::string& name, const Case& c, int shared_bytes) {
   using E = Element<T>;
   std::mt19937 random(static_cast<unsigned>(c.steps * 31 + c.rows * 7 + c.columns));
   std::normal_distribution<double> normal;
@@ -187,8 +200,8 @@ void run_case(const std::string& name, const Case& c) {
       break;
   }
 
-  ScanChannels sizes = {channels, 2, {c.rows, c.columns}};
-  if (c.rows == 1) sizes = {channels, 1, {c.columns}};  // as tensors' dimensions are merged
+  ScanChannels sizes = {channels, 2, {Divisor(c.rows), Divisor(c.columns)}};
+  if (c.rows == 1) sizes = {channels, 1, {Divisor(c.columns)}};  // as tensors' dimensions are merged
   ScanOperand<const bool> flags;
   const bool* const flag_data = reinterpret_cast<const bool*>(resets.data());
   const auto flags_of = [&](bool backward) {
@@ -198,27 +211,27 @@ void run_case(const std::string& name, const Case& c) {
   };
   const auto is_reset = [&](int64_t s, int64_t i) { return c.reset && resets[s * c.rows + i / c.columns]; };
 
-  ScanForward<T, C> forward;
+  Scan<T, C, false> forward;
   forward.steps = c.steps;
   forward.channels = sizes;
   forward.a = a.template in_order<const C>(false, c.steps);
   forward.b = b.template in_order<const T>(false, c.steps);
   if (c.initial) forward.initial = initial.template in_order<const T>(false, c.steps);
   forward.reset = flags_of(false);
-  forward.h = h.template in_order<T>(false, c.steps);
-  run(forward);
-  ScanBackward<T, C> backward;
+  forward.result = h.template in_order<T>(false, c.steps);
+  run(forward, shared_bytes);
+  Scan<T, C, true> backward;
   backward.steps = c.steps;
   backward.channels = sizes;
   backward.a = a.template in_order<const C>(true, c.steps);
-  backward.grad = grad.template in_order<const T>(true, c.steps);
+  backward.b = grad.template in_order<const T>(true, c.steps);
   backward.h = h.template in_order<const T>(true, c.steps);
   if (c.initial) backward.initial = initial.template in_order<const T>(true, c.steps);
   backward.reset = flags_of(true);
   backward.grad_a = grad_a.template in_order<C>(true, c.steps);
-  backward.grad_b = grad_b.template in_order<T>(true, c.steps);
+  backward.result = grad_b.template in_order<T>(true, c.steps);
   if (c.initial) backward.grad_initial = grad_initial.template in_order<T>(true, c.steps);
-  run(backward);
+  run(backward, shared_bytes);
 
   // The loop. `size` is the same scan of absolute values.
   using A = acc_t<T>;
@@ -286,6 +299,10 @@ void run_all() {
       {20, 2, 300, 1, 1, false, true},
       {700, 1, 35, 1, 1, true, true},
       {150, 1, 40, 0, 1, false, true},
+      {150, 3, 370, 0, 0, true, true},
+      {90, 2, 800, 0, 0, true, true},
+      {90, 1, 1601, 3, 0, true, true},
+      {260, 1, 3000, 0, 0, true, true},
       {41, 3, 6667, 0, 0, true, true},
       {5, 1, 20000, 1, 0, false, true},
       {32, 1, 20001, 2, 0, true, false},
@@ -307,14 +324,16 @@ void run_all() {
   int number = 0;
   for (const Case& c : cases) {
     const std::string name = "case " + std::to_string(number++);
-    run_case<float, float>(name + ", float", c);
+    const int shared_bytes = kSharedBytes[number % 2];
+    run_case<float, float>(name + ", float", c, shared_bytes);
     if (c.values == Values::kDiverging) continue;
-    run_case<double, double>(name + ", double", c);
+    run_case<double, double>(name + ", double", c, shared_bytes);
     // An infinite complex number has a finite part, which is rounded.
-    if (c.values != Values::kDecaying) run_case<Complex<float>, Complex<float>>(name + ", complex", c);
+    if (c.values != Values::kDecaying)
+      run_case<Complex<float>, Complex<float>>(name + ", complex", c, shared_bytes);
     if (c.values != Values::kNormal) continue;
-    run_case<__half, __half>(name + ", half", c);
-    run_case<__nv_bfloat16, float>(name + ", bfloat16 and float", c);
+    run_case<__half, __half>(name + ", half", c, shared_bytes);
+    run_case<__nv_bfloat16, float>(name + ", bfloat16 and float", c, shared_bytes);
   }
 }
 

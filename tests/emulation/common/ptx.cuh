@@ -11,10 +11,6 @@ inline uint4 ld_relaxed_gpu(const void* address) {
   return *static_cast<const uint4*>(address);
 }
 inline void fence_gpu() {}
-inline unsigned ld_relaxed_gpu_u32(const unsigned* address) {
-  cuda_on_cpu::poll();
-  return *address;
-}
 
 inline void st_relaxed_gpu(void* address, unsigned x) {
   *static_cast<unsigned*>(address) = x;
@@ -22,6 +18,18 @@ inline void st_relaxed_gpu(void* address, unsigned x) {
 }
 inline void st_relaxed_gpu(void* address, uint2 x) {
   *static_cast<uint2*>(address) = x;
+  cuda_on_cpu::note_progress();
+}
+
+struct alignas(16) Uint64Pair {
+  uint64_t x, y;
+};
+inline Uint64Pair ld_relaxed_gpu_u64_pair(const void* address) {
+  cuda_on_cpu::poll();
+  return *static_cast<const Uint64Pair*>(address);
+}
+inline void st_relaxed_gpu(void* address, Uint64Pair pair) {
+  *static_cast<Uint64Pair*>(address) = pair;
   cuda_on_cpu::note_progress();
 }
 
@@ -45,6 +53,10 @@ void cp_async(void* shared, const void* global, int valid) {
 template <int kBytes>
 void cp_async_if(bool when, void* shared, const void* global, int valid) {
   if (when) cp_async<kBytes>(shared, global, valid);
+}
+template <int kBytes, typename E>
+void copy_to_shared(E* to, const E* from) {
+  cp_async<kBytes>(to, from, kBytes);
 }
 inline void cp_async_commit_group() {}
 template <int kGroups>
