@@ -190,7 +190,7 @@ constexpr int kScanWarp = 32;  // threads
 // ---- Many channels. A thread has one, and all its steps. A block has a ring in shared memory: of its stages
 // two are run and written, and the others are on the way.
 
-constexpr int64_t kScanManyChannels = 1'500;
+constexpr int64_t kScanManyChannels = 2'000;
 constexpr int kScanStages = 6;
 constexpr int kScanSerialThreads = 3 * kScanWarp;
 constexpr int kScanSerialBlocks = 5;  // of a multiprocessor, at most

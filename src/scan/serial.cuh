@@ -68,7 +68,11 @@ class SerialScan {
   __device__ __forceinline__ void copy_stage(int64_t first, int stage) const {
     const int to = place_of(stage);
     if (first < scan_.steps) {
-      copy_rows(a_ + to, channel_.a, scan_.a, vectors_.a, first - Scan::kBackward);
+      // An `a` that is the same at all steps stays in the ring, unless its gradients replace it.
+      const bool a_stays = scan_.a.step == 0 && !(Scan::kBackward && channel_.h);
+      if (!a_stays || first < int64_t{kScanStages} * plan_.stage_steps) {
+        copy_rows(a_ + to, channel_.a, scan_.a, vectors_.a, first - Scan::kBackward);
+      }
       copy_rows(b_ + to, channel_.b, scan_.b, vectors_.b, first);
       if (Scan::kBackward && channel_.h) copy_rows(h_ + to, channel_.h, scan_.h, vectors_.h, first + 1);
       if (channel_.reset) copy_resets(resets_ + to, first);
@@ -78,7 +82,7 @@ class SerialScan {
   template <typename E>
   __device__ __forceinline__ void copy_rows(E* to, const E* from, const ScanOperand<const E>& operand,
                                             bool vectors, int64_t first) const {
-    const int begin = first < 0 ? 1 : 0, end = steps_from(first);
+    const int begin = first < 0 && operand.step != 0, end = steps_from(first);
     for_each_vector(from, operand, vectors, first, begin, end, [&](int at, const E* x, auto vector) {
       copy_to_shared<decltype(vector)::kBytes>(to + at, x);
     });

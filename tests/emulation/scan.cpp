@@ -303,6 +303,7 @@ void run_all() {
       {90, 2, 800, 0, 0, true, true},
       {90, 1, 1601, 3, 0, true, true},
       {260, 1, 3000, 0, 0, true, true},
+      {700, 1, 1700, 3, 0, true, true},
       {41, 3, 6667, 0, 0, true, true},
       {5, 1, 20000, 1, 0, false, true},
       {32, 1, 20001, 2, 0, true, false},
