@@ -315,6 +315,29 @@ class TiledScan {
     return h;
   }
 
+  // Where a warp has several rows: makes `mine` the function of the rows up to the thread's own, and returns
+  // that of the rows before it.
+  __device__ __forceinline__ F scan_of_warp(F& mine) const {
+    const int lane = thread_ % kScanWarp;
+    if (plan_.width >= kScanWarp) return F::identity();
+#pragma unroll 1
+    for (int lanes = plan_.width; lanes < kScanWarp; lanes *= 2) {
+      const F earlier = shuffle_up(mine, lanes);
+      if (lane >= lanes) mine = then(earlier, mine);
+    }
+    const F before = shuffle_up(mine, plan_.width);
+    return lane >= plan_.width ? before : F::identity();
+  }
+  __device__ __forceinline__ F composed_units(int units) const {
+    static_assert(kScanThreads<Scan> <= kSegmentTiles * kScanWarp, "there are at most as many units");
+    F parts[kSegmentTiles];
+#pragma unroll
+    for (int i = 0; i < kSegmentTiles; ++i) {
+      parts[i] = i < units ? shared_.units[i * plan_.width + column_] : F::identity();
+    }
+    return composed(parts);
+  }
+
   __device__ __forceinline__ void run_tile(uint32_t number, const Buffer& buffer) {
     const Place place = place_of(number);
     const int width = plan_.width, in_tile = row_ * kSteps;
@@ -331,65 +354,50 @@ class TiledScan {
     if (Scan::kBackward && x.h && 0 <= last && last < count) h[last * of_b_.step] = scan_.before_all(x);
 
     F mine = forgets ? reduced<true>(a, b, forgets) : reduced<false>(a, b, 0);
-    // Where a warp has several rows: the functions of the rows before this one, and with it.
-    const int lane = thread_ % kScanWarp;
-    F before = F::identity();
-    if (width < kScanWarp) {
-      for (int lanes = width; lanes < kScanWarp; lanes *= 2) {
-        const F earlier = shuffle_up(mine, lanes);
-        if (lane >= lanes) mine = then(earlier, mine);
-      }
-      const F earlier = shuffle_up(mine, width);
-      if (lane >= width) before = earlier;
-    }
+    const F before = scan_of_warp(mine);
     // A unit is the rows of a warp, or one row.
     const int unit_rows = larger(1, kScanWarp >> plan_.width_bits), units = rows_ / unit_rows,
               unit = row_ / unit_rows;
-    bool reliable = is_reliable(mine);
     if (row_ % unit_rows == unit_rows - 1) shared_.units[unit * width + column_] = mine;
     __syncthreads();
-    const bool is_head = row_ == 0, has_next = place.tile + 1 < plan_.tiles;
-    F whole = F::identity();
-    if (is_head && has_next) {
-      F parts[kSegmentTiles];
-#pragma unroll
-      for (int i = 0; i < kSegmentTiles; ++i) {
-        parts[i] = i < units ? shared_.units[i * width + column_] : F::identity();
-      }
-      whole = composed(parts);
-      reliable = reliable && is_reliable(whole);
-    }
-    const bool in_turn = __syncthreads_or(!reliable);
+    const bool publishes = row_ == 0 && place.tile + 1 < plan_.tiles;
+    const F whole = publishes ? composed_units(units) : F::identity();
+    const bool in_turn = __syncthreads_or(!is_reliable(mine) || !is_reliable(whole));
 
     LookBack<F> look_back(links_, shared_.look_back, place.group, place.tile, plan_.tiles, width, row_,
                           column_);
-    if (is_head && has_next && !in_turn) look_back.publish(whole);
+    if (publishes && !in_turn) look_back.publish(whole);
     W state = to_wide(scan_.before_first(place.channel));
     if (place.tile > 0) state = look_back.before(state, depth_);
-    if (!in_turn) {
-      if (is_head && has_next) look_back.publish_state(whole);
-#pragma unroll 1
-      for (int i = 0; i < unit; ++i) state = apply(shared_.units[i * width + column_], state);
-    } else if (is_head) {
-      shared_.state[column_] = state;
-    }
-    for (int turn = 0; turn < (in_turn ? rows_ : 1); ++turn) {
-      if (in_turn) __syncthreads();
-      if (in_turn && turn != row_) continue;
+    if (publishes && !in_turn) look_back.publish_state(whole);
+    const auto run_from = [&](W from) {
       A now;
-      from_wide(now, in_turn ? shared_.state[column_] : apply(before, state));
+      from_wide(now, from);
       now = resets | forgets ? run_steps<true>(a, b, h, resets >> 1, forgets, now)
                              : run_steps<false>(a, b, h, 0, 0, now);
-      if (in_turn) shared_.state[column_] = to_wide(now);
       if (Scan::kBackward && 0 <= last && last < count) {
         scan_.store_grad_initial(scan_.moved(x, last), now, resets >> (last + 1) & 1);
       }
-    }
-    __syncthreads();
-    if (is_head && has_next && in_turn) {
-      const F whole_state = F::constant(shared_.state[column_]);
-      look_back.publish(whole_state);
-      look_back.publish_state(whole_state);
+      return to_wide(now);
+    };
+    if (!in_turn) {
+#pragma unroll 1
+      for (int i = 0; i < unit; ++i) state = apply(shared_.units[i * width + column_], state);
+      run_from(apply(before, state));
+      __syncthreads();
+    } else {
+      if (row_ == 0) shared_.state[column_] = state;
+#pragma unroll 1
+      for (int turn = 0; turn < rows_; ++turn) {
+        __syncthreads();
+        if (turn == row_) shared_.state[column_] = run_from(shared_.state[column_]);
+      }
+      __syncthreads();
+      if (publishes) {
+        const F after = F::constant(shared_.state[column_]);
+        look_back.publish(after);
+        look_back.publish_state(after);
+      }
     }
     write(place, buffer.b, of_b_, place.channel.result, scan_.result, vectors_.result);
     if (Scan::kBackward && place.channel.h) {
