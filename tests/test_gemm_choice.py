@@ -45,6 +45,7 @@ int main(int count, char** questions) {
 }
 """
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "tf32": 4, "float64": 8}
+LEAST_MEANS = {"float16": 1.28, "bfloat16": 1.4, "float32": 1.5, "tf32": 1.42, "float64": 1.3}
 # What 200 random products of each type took on an H200, by ours and by cuBLAS.
 MEASURED = ROOT / "benchmarks/results/nvidia-h200/gemm_sizes.json"
 MOST_BYTES_OF_PARTIAL_SUMS = 64 << 20
@@ -156,4 +157,4 @@ def test_the_choice_is_good_for_the_products_that_were_measured(choose, dtype):
         for found, row in zip(choose(*sizes, dtype=dtype, layout=layouts), rows, strict=True)
     )
     assert ratios[0] > 0.88 and ratios[len(ratios) // 20] > 0.96
-    assert statistics.geometric_mean(ratios) > 1.3
+    assert statistics.geometric_mean(ratios) > LEAST_MEANS[dtype]
