@@ -43,7 +43,7 @@ cudaError_t run_tiles(const Scan& scan, const ScanPlan& plan, void* workspace, c
   using Links = TileLinks<F>;
   if (plan.blocks() > INT32_MAX) return cudaErrorInvalidConfiguration;
   const auto kernel = tiled_scan_kernel<Scan>;
-  const int bytes = tile_shared_bytes<Scan>(plan.threads);
+  const int bytes = tile_shared_bytes<Scan>(plan);
   const int64_t link_bytes = Links::bytes(plan.groups, plan.tiles, plan.width);
   cudaError_t error = set_max_dynamic_shared(kernel, bytes);
   if (error == cudaSuccess && link_bytes > 0) error = cudaMemsetAsync(workspace, 0xff, link_bytes, stream);
