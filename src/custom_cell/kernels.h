@@ -169,7 +169,7 @@ class CellOp {
     if (!segments.maps) return run("", blocks, 1);
     const int64_t count = ceil_div(steps_of(sequence), segments.steps);
     cudaError_t error = run("reduce", blocks, count - 1);
-    if (error == cudaSuccess) error = run("combine", independent_threads(batch, hidden), 1);
+    if (error == cudaSuccess) error = run("combine", batch * hidden, 1);  // a warp for each unit
     return error == cudaSuccess ? run("", blocks, count) : error;
   }
 

@@ -63,9 +63,9 @@ KernelText text_of(const CellKernel& kernel) {
             c10::str("run_persistent<", config, ", ", direction, "Steps<", config, ">>(sequences, grid)")};
   }
   if (kernel.is_independent()) {
-    const std::string of_cell = c10::str("<Cell, T, ", kernel.independent_units, ">"),
-                      steps = c10::str("Independent", direction, of_cell);
     const bool reduces = kernel.part == "reduce", combines = kernel.part == "combine";
+    const std::string of_cell = c10::str("<Cell, T, ", combines ? 1 : kernel.independent_units, ">"),
+                      steps = c10::str("Independent", direction, of_cell);
     return {reduces || combines ? "without_product/parallel.cuh"
             : kernel.backward   ? "without_product/backward.cuh"
                                 : "without_product/forward.cuh",

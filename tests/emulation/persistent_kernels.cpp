@@ -583,15 +583,14 @@ class Kernels {
             class Arguments>
   void launch_independent(const Arguments& arguments) const {
     if (independent_units(c_.hidden) == 2) {
-      launch_segments<Units<Cell, T, 2>, Map<Cell, T, 2>>(arguments);
+      launch_segments<Units<Cell, T, 2>, Map<Cell, T, 2>, Units<Cell, T, 1>>(arguments);
     } else {
-      launch_segments<Units<Cell, T, 1>, Map<Cell, T, 1>>(arguments);
+      launch_segments<Units<Cell, T, 1>, Map<Cell, T, 1>, Units<Cell, T, 1>>(arguments);
     }
   }
-  template <class Units, class Map, class Arguments>
+  template <class Units, class Map, class OneUnit, class Arguments>
   void launch_segments(const Arguments& arguments) const {
     const int count = segments_of(steps_of(arguments)),
-              threads = static_cast<int>(independent_threads(c_.batch, c_.hidden)),
               blocks = static_cast<int>(independent_blocks(c_.batch, c_.hidden));
     Array<acc_t<T>> maps = unwritten<acc_t<T>>(size_t(count) * map_planes(kShape) * c_.batch * c_.hidden);
     constexpr bool kHasMaps = kIsAffine<Cell> || std::is_same_v<Arguments, SequenceBackwardArguments<T>>;
@@ -602,8 +601,8 @@ class Kernels {
     if (segments.maps) {
       cuda_on_cpu::run({blocks, kIndependentThreads, 1, 0, std::max(count - 1, 1)},
                        [&] { ReduceSegments<Map>(arguments, independent_thread()).run(segments); });
-      cuda_on_cpu::run({threads, kIndependentThreads, 1, 0},
-                       [&] { CombineSegments<Units>(arguments, blockIdx.x).run(segments); });
+      cuda_on_cpu::run({c_.batch * c_.hidden, kIndependentThreads, 1, 0},
+                       [&] { CombineSegments<OneUnit>(arguments, blockIdx.x).run(segments); });
     }
     cuda_on_cpu::run({blocks, kIndependentThreads, 1, 0, segments.maps ? count : 1},
                      [&] { Units(arguments, independent_thread()).run(segments); });

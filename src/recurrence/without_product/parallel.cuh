@@ -156,7 +156,7 @@ class ReduceSegments : public Map {
   }
 };
 
-// 2. A lane has some successive segments of the block's units.
+// 2. A lane has some successive segments of the block's unit (Units has one a thread: more would spill).
 template <class Units>
 class CombineSegments : public Units {
   using A = typename Units::A;
@@ -174,17 +174,19 @@ class CombineSegments : public Units {
     Map all = {};
     compose(segments, begin, min(end, count - 1), all);
     Units::load_carried();
-    A before[kUnits][kCarried];
-    for (int turn = 0; turn < lanes; ++turn) {
-      if (lane == turn) {
-        for_carried([&](int u, int i) { before[u][i] = Units::carried(u, i); });
-        if (turn + 1 < lanes && !apply(all)) walk</*kStores=*/false>(segments, begin, end, count);
+    // The lanes pass on what is carried, one after the other. Then each one walks through its segments.
+    A before[kUnits][kCarried] = {};
+    for (int turn = 0; turn <= lanes; ++turn) {
+      const bool all_walk = turn == lanes;
+      if (lane == turn) for_carried([&](int u, int i) { before[u][i] = Units::carried(u, i); });
+      if (all_walk) for_carried([&](int u, int i) { Units::carried(u, i) = before[u][i]; });
+      if (all_walk || (lane == turn && turn + 1 < lanes && !apply(all))) {
+        walk(segments, begin, end, count, /*stores=*/all_walk);
       }
+      if (all_walk) break;
       for_carried(
           [&](int u, int i) { Units::carried(u, i) = __shfl_sync(0xffffffff, Units::carried(u, i), turn); });
     }
-    for_carried([&](int u, int i) { Units::carried(u, i) = before[u][i]; });
-    walk</*kStores=*/true>(segments, begin, end, count);
   }
 
  private:
@@ -271,16 +273,23 @@ class CombineSegments : public Units {
   }
 
   // From what is carried before segments [begin, end) to what is carried after them, of a row with `count`.
-  template <bool kStores>
-  __device__ void walk(const Segments<A>& segments, int begin, int end, int count) {
-    for_maps(segments, begin, end, [&](int segment, const Map& map) {
+  __device__ void walk(const Segments<A>& segments, int begin, int end, int count, bool stores) {
+    while (begin < end) {
+      int inexact = end;  // the first segment whose map is
+      for_maps(segments, begin, end, [&](int segment, const Map& map) {
+        if (segment > inexact) return;
 #pragma unroll
-      for (int i = 0; kStores && i < kCarried; ++i) {
-        Units::store(Units::map_plane(segments, segment, i), [&](int u) { return Units::carried(u, i); });
-      }
-      if (segment == count - 1 || apply(map)) return;  // the row's last segment has no map
-      Units::template run_steps</*kStores=*/false>(segment * segments.steps, (segment + 1) * segments.steps);
-    });
+        for (int i = 0; i < kCarried; ++i) {
+          if (!stores) continue;
+          Units::store(Units::map_plane(segments, segment, i), [&](int u) { return Units::carried(u, i); });
+        }
+        // The row's last segment has no map.
+        if (segment < count - 1 && !apply(map)) inexact = segment;
+      });
+      begin = inexact + 1;
+      if (inexact == end) continue;
+      Units::template run_steps</*kStores=*/false>(inexact * segments.steps, begin * segments.steps);
+    }
   }
 };
 
