@@ -491,7 +491,8 @@ class RecurrentCell:
         weights = weights if self.gates else (None, None, None)  # type: ignore[assignment]
         named: dict[str, Any] = {p: zeros(hidden_size) for p in self.parameters}
         hx = tuple(zeros(batch, hidden_size) for _ in self.state_names)
-        for length in (1, 2):  # a single step has a kernel of its own
+        # A single step has kernels of its own, as have many steps of few units without a product.
+        for length in (1, 2) if self.recurrent else (1, 2, 128):
             named |= {u: zeros(length, batch).detach() for u in self.inputs}
             flags = torch.zeros(length, batch, dtype=torch.bool, device=device) if reset else None
             input = zeros(length, batch, 8) if self.gates else None

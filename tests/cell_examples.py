@@ -76,6 +76,29 @@ def without_gates(h, s, p, u):
     return u.keep * torch.tanh(h) + mean, (mean,)
 
 
+@lltm_ext.recurrence(gates=1, states=("im",), parameters=("angle",), recurrent=False)
+def resonator(x, h, s, p):
+    """Two states that mix."""
+    real, imaginary = 0.8 * torch.cos(p.angle), 0.8 * torch.sin(p.angle)
+    return real * h - imaginary * s.im + x[0], (imaginary * h + real * s.im,)
+
+
+@lltm_ext.recurrence(gates=2, states=("a", "b", "c"), recurrent=False)
+def four_mixing(x, h, s):
+    """Four states that mix, by a factor that depends on the input, and lose what they have."""
+    keep = 0.35 + 0.04 * torch.sigmoid(x[1])
+    total, others = h + s.a, s.b - s.c
+    new = keep * (total + s.b + s.c) + x[0], keep * (h - s.a + others), keep * (total - s.b - s.c)
+    return new[0], (new[1], new[2] - 0.1 * x[0], keep * (s.a - h + others))
+
+
+@lltm_ext.recurrence(gates=1, states=("y",), output="y", recurrent=False)
+def growing(x, h, s):
+    """h is y where both start from zeros, but its coefficients are powers of 4, which soon overflow."""
+    return x[0] + 4 * (h - s.y), (1.0 * x[0],)
+
+
+MIXING = {cell.__name__: cell for cell in (resonator, four_mixing)}
 WITHOUT_PRODUCT = {cell.__name__: cell for cell in (without_product, qrnn, masked_unit, without_gates)}
 CELLS = {name: getattr(cells, name) for name in cells.__all__} | WITH_OUTPUT | WITHOUT_PRODUCT
 SURROGATES = ("lif",)  # whose gradient is not the derivative, so that finite differences differ

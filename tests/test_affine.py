@@ -146,6 +146,22 @@ def test_other_cells_are_not_affine(why):
     assert "affine" not in repr(cell)
 
 
+def test_cells_whose_states_are_affine_together_run_in_parallel():
+    """In levels, fast reads slow by tanh."""
+    found = {name for name, (cell, _) in AFFINE.items() if cell.derived.runs_in_parallel}
+    assert found == {
+        "mingru",
+        "minlstm",
+        "sru",
+        "rg_lru",
+        "average",
+        "gae",
+        "biquad",
+        "rotation",
+        "four_states",
+    }
+
+
 def test_the_ready_cells_that_are_affine():
     found = [name for name in cells.__all__ if getattr(cells, name).derived.affine]
     assert found == ["mingru", "minlstm", "rg_lru", "sru"]

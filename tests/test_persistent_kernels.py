@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cell_examples import CELLS as EXAMPLES
-from cell_examples import SURROGATES
+from cell_examples import MIXING, SURROGATES, growing
 
 pytestmark = pytest.mark.compiles
 
@@ -23,6 +23,7 @@ FLAGS = ("-std=c++17", "-Og", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
 # A surrogate's slope, which the backward saves, changes up to 50 times as much as the state that it is of. No
 # bound on the rounding of other cells' saved values fits it.
 FROM_PYTHON = {name: cell for name, cell in EXAMPLES.items() if name not in SURROGATES}
+FROM_PYTHON |= MIXING | {"growing": growing}
 # The package's own cells are written by hand.
 WRITTEN = {"LltmCell": "lltm/lltm_cell.h", "LstmCell": "lstm/lstm_cell.h"}
 TO_INITIAL = {
@@ -47,6 +48,8 @@ def header(names):
         else:
             lines.append('#include "common/math.h"\n#include "recurrence/cell.h"')
             lines.append(f"namespace lltm_ext::cell_{name} {{\n{DERIVED[name].derived.struct.source}\n}}")
+        if name in DERIVED and DERIVED[name].derived.runs_in_parallel:
+            lines.append(f"template <> constexpr bool lltm_ext::kIsAffine<{struct_of(name)}> = true;")
         if name in TO_INITIAL:
             lines.append(f"template <> constexpr bool lltm_ext::kResetsToInitial<{struct_of(name)}> = true;")
     lines.append("#define FOR_ALL_CELLS(F) " + " ".join(f'F("{name}", {struct_of(name)})' for name in names))

@@ -19,16 +19,17 @@ PROGRAM = """
 using namespace lltm_ext;
 
 // Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,hopper,
-// shared bytes,algorithm,states,sequences,tf32,recurrent,side by side
+// shared bytes,algorithm,states,sequences,tf32,recurrent,side by side,steps,affine
 int main(int count, char** questions) {
   const char* names[] = {"auto", "stepwise", "cluster", "grid"};
   for (int i = 1; i < count; ++i) {
-    int n[16];
+    int n[18];
     char* at = questions[i];
     for (int& value : n) value = std::strtol(at, &at, 10), ++at;
-    const CellShape cell = {n[5], n[11], /*saved=*/n[5] + 1, 0, 0, n[14] != 0, false, false, -1};
+    const CellShape cell = {n[5], n[11], /*saved=*/n[5] + 1, 0, 0, n[14] != 0, false, false, -1,
+                            false, false, n[17] != 0};
     const Problem problem = {cell, n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[12], n[13] != 0,
-                             n[15] != 0};
+                             n[15] != 0, n[16]};
     const PersistentVariant* variants = problem.element_size == 2 ? kHalfVariants : kFloatVariants;
     DeviceInfo device = {n[6], n[7], n[8] != 0, {}, n[9]};
     for (int& multiprocessors : device.cluster_multiprocessors) multiprocessors = n[7] / 11 * 10;
@@ -37,10 +38,10 @@ int main(int count, char** questions) {
     const PersistentVariant variant = plan.variant < 0 ? PersistentVariant() : variants[plan.variant];
     const GroupGrid& grid = plan.grid;
     const char* algorithm = names[static_cast<int>(plan.algorithm)];
-    std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks, grid.groups,
+    std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks, grid.groups,
                 grid.rows, plan.why_not.c_str(), variant.on_hopper_only, variant.tf32, variant.row_per_block,
-                plan.independent, plan.fused_step.rows, plan.fused_step.split_k, plan.small_batch.rows,
-                plan.small_batch.units, plan.small_batch.split_k);
+                plan.independent, plan.segment_steps, plan.fused_step.rows, plan.fused_step.split_k,
+                plan.small_batch.rows, plan.small_batch.units, plan.small_batch.split_k);
   }
 }
 """
@@ -84,6 +85,7 @@ class Plan(NamedTuple):
     tf32: bool  # the kernel uses it
     one_row: bool  # a block has one
     independent: bool  # one kernel runs all steps of units without a product
+    segment_steps: int  # of segments of their steps that run in parallel; 0: one has all
     fused_step: tuple[int, int]  # has rows and split-K; zeros if a step is not fused
     small_batch: tuple[int, int, int]  # has rows, units and split-K; zeros if a step is not one of few rows
 
@@ -102,18 +104,22 @@ def encode(
     tf32=False,
     recurrent=True,
     side_by_side=False,
+    steps=0,
+    affine=False,
 ):
-    cell = states, sequences, tf32, recurrent, side_by_side
+    cell = states, sequences, tf32, recurrent, side_by_side, steps, affine
     values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm], *cell)
     return ",".join(str(int(value)) for value in values)
 
 
 def decode(line):
-    algorithm, members, groups, rows, why_not, hopper, tf32, one_row, independent, *tiles = line.split("|")
+    algorithm, members, groups, rows, why_not, hopper, tf32, one_row, independent, segment, *tiles = (
+        line.split("|")
+    )
     sizes = int(members), int(groups), int(rows)
     flags = (flag == "1" for flag in (hopper, tf32, one_row, independent))
     fused_step, small_batch = tuple(map(int, tiles[:2])), tuple(map(int, tiles[2:]))
-    return Plan(algorithm, *sizes, why_not, *flags, fused_step, small_batch)
+    return Plan(algorithm, *sizes, why_not, *flags, int(segment), fused_step, small_batch)
 
 
 def problems(**more):
@@ -340,6 +346,39 @@ def test_units_without_a_product_run_all_steps_in_one_kernel(plan, chip):
             for found in plan(*({**p, "algorithm": algorithm, "recurrent": recurrent} for p in asked)):
                 assert found.independent == (not recurrent)
                 assert recurrent or found.algorithm == "stepwise"
+
+
+LONG = {"recurrent": False, "steps": 16384, "batch": 64, "size": 4}
+
+
+def test_few_units_without_a_product_run_many_steps_in_segments(plan):
+    one, some, few_steps, backward, mixing = plan(
+        {**LONG, "hidden": 1, "affine": True},
+        {**LONG, "hidden": 64, "affine": True},
+        {**LONG, "hidden": 1, "affine": True, "steps": 128},
+        {**LONG, "hidden": 64, "backward": True},
+        {**LONG, "hidden": 64, "backward": True, "states": 4},
+    )
+    assert [x.segment_steps for x in (one, some, few_steps, backward, mixing)] == [32, 1024, 32, 1024, 1024]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"affine": True, "steps": 127},
+        {"affine": True, "hidden": 512},
+        {"affine": True, "states": 5},
+        {"affine": True, "sequences": 2},
+        {"affine": True, "recurrent": True},
+        {"backward": True, "batch": 10**6},
+        {"affine": True, "batch": 0},
+    ],
+    ids=["not affine", "short", "wide", "many states", "two sequences", "a product", "many rows", "no rows"],
+)
+def test_other_steps_have_no_segments(plan, more):
+    (found,) = plan({**LONG, "hidden": 64, **more})
+    assert found.segment_steps == 0
 
 
 def test_no_other_algorithm_runs_units_without_a_product(plan):

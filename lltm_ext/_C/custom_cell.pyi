@@ -11,6 +11,7 @@ def source(
     small_batch: int = 0,
     single_step_rows: int = 0,
     on_tensor_cores: bool = False,
+    part: str = "",
 ) -> str: ...
 def compile(
     program: str,
@@ -24,6 +25,7 @@ def compile(
     small_batch: int = 0,
     single_step_rows: int = 0,
     on_tensor_cores: bool = False,
+    part: str = "",
 ) -> bytes: ...
 def compilations() -> int: ...
 def add_compiled_cell(arg0: str, arg1: int) -> None: ...

@@ -53,6 +53,19 @@ def affine(
         return ()
 
 
+def are_affine_together(states: Sequence[Node], outputs: Sequence[Node], recurrent: bool) -> bool:
+    """Whether the new states are affine in all of the old ones at once, so that steps in a row are one map.
+
+    Components can be affine each by itself without this: one may read an earlier one in any way.
+    """
+    try:
+        if states:
+            sums_of(outputs, states)
+    except NotAffineError:
+        return False
+    return not recurrent
+
+
 def cycles(old: Sequence[Node], outputs: Sequence[Node]) -> list[tuple[int, ...]]:
     """The states that depend on themselves: those of one cycle together, after what they read."""
     count = range(len(old))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lltm_ext._formula.affine import affine
+from lltm_ext._formula.affine import affine, are_affine_together
 from lltm_ext._formula.capture import Captured, capture
 from lltm_ext._formula.declaration import Declaration
 from lltm_ext._formula.emit import CellNodes, Struct, emit, saved_numbers
@@ -193,6 +193,7 @@ class Derived:
         struct: the C++ struct.
         half_struct: that for half types, which differs if ``wide`` has nodes or the cell ``jumps``.
         affine: the components of the states, if the new ones are affine in the old ones; else none.
+        runs_in_parallel: whether kernels run segments of steps of its forward in parallel.
     """
 
     def __init__(self, captured: Captured, declaration: Declaration):
@@ -218,6 +219,9 @@ class Derived:
         self._known = [node for nodes in self.leaves.values() for node in nodes]
         self._step = Tape(self.outputs, self._known)
         self.affine = affine(self.leaves, self.outputs, declaration.recurrent)
+        h = slice(0 if self.reads_h else 1, None)
+        live = [*self.leaves["h"], *self.leaves["s"]][h]
+        self.runs_in_parallel = are_affine_together(live, self.outputs[h], declaration.recurrent)
 
     def with_inputs_as_gates(self) -> Derived:
         """The cell that reads the inputs of its steps as further gates, and so has gradients of them.

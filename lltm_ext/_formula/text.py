@@ -61,7 +61,7 @@ class SourceCell:
     Attributes:
         saved, saved_names: the names of the values that forward saves.
         reads_h: whether forward names h.
-        zeros_stay: False, because nobody knows.
+        zeros_stay, runs_in_parallel: False, because nobody knows.
         struct, half_struct: the C++ struct, the same for all dtypes.
 
     Raises:
@@ -69,7 +69,7 @@ class SourceCell:
         ValueError: for names that have another meaning in the text, or values that it lacks.
     """
 
-    zeros_stay = False
+    zeros_stay = runs_in_parallel = False
 
     def __init__(self, declared: Declaration, text: CudaSource):
         check(declared, text)

@@ -133,8 +133,9 @@ struct DirectionGradients {
   // [S, B, H]. They start as zeros, which have not been written if `are_unset`.
   at::Tensor grad_h, grad_own_h, grad_states;
   bool are_unset;
-  at::Tensor grad_initial;  // [1 + S, B, H] those of h0 and states through resets to them; or undefined
-  at::Tensor grad_sums;     // [B, (G + P) * H]; summed over B, those of bias and parameters; or undefined
+  // What is summed over the first dimension: gradients of h0 and states through resets to them, [segments, 1
+  // + S, B, H], and those of bias and parameters, [segments * B, (G + P) * H]; or undefined.
+  at::Tensor grad_initial, grad_sums;
   at::Tensor grad_input, grad_weight_ih, grad_weight_hh;  // weights': undefined until the first chunk
   at::Tensor parameters, step_inputs, reset;              // aligned; rows
   at::Tensor weight_hh_t, dense_grad_output;              // for fused kernels: transposed; aligned
@@ -172,7 +173,7 @@ struct DirectionGradients {
       grad_sums = at::zeros({sizes.batch, shape.sums() * sizes.hidden}, options);
     }
     if (shape.resets_to_initial) {
-      grad_initial = at::zeros({1 + shape.states, sizes.batch, sizes.hidden}, options);
+      grad_initial = at::zeros({1, 1 + shape.states, sizes.batch, sizes.hidden}, options);
     }
     if (input_needs_grad) {
       grad_input = empty_contiguous(input);
@@ -188,15 +189,26 @@ struct DirectionGradients {
     }
   }
 
-  void prepare_for_fused() {
+  void prepare_for_fused(int64_t segments) {
     if (inputs.weight_hh.defined() && !weight_hh_t.defined()) weight_hh_t = aligned(inputs.weight_hh.t());
     if (grad_output && !dense_grad_output.defined()) dense_grad_output = aligned(*grad_output);
+    extend(grad_initial, segments);
+    extend(grad_sums, segments * grad_h.size(0));
+  }
+
+  // Adds zeros to the first dimension.
+  static void extend(at::Tensor& x, int64_t count) {
+    if (!x.defined() || x.size(0) >= count) return;
+    std::vector<int64_t> sizes = x.sizes().vec();
+    sizes[0] = count - x.size(0);
+    x = at::cat({x, at::zeros(sizes, x.options())});
   }
 };
 
 struct DirectionChunk {
   DirectionGradients& direction;
   Chunk chunk;
+  int64_t steps() const { return static_cast<int64_t>(chunk.last - chunk.first); }
   at::Tensor grad_gates;        // [rows of the chunk, G * H]
   at::Tensor grad_projections;  // likewise; is grad_gates if the cell sees only sums
 };
@@ -238,15 +250,24 @@ struct Backward {
     return results;
   }
 
+  Plan plan_of(at::ArrayRef<DirectionChunk> parts, bool side_by_side) const {
+    return sizes.plan(op, parts[0].direction.gates, /*backward=*/true, call.algorithm, parts.size(),
+                      side_by_side, parts[0].steps());
+  }
+  static int64_t segments_of(const DirectionChunk& part, const Plan& plan) {
+    return plan.segment_steps == 0 ? 1 : ceil_div(part.steps(), plan.segment_steps);
+  }
+
   // Computes grad_gates of a chunk of each direction: in one launch if they fit, else side by side.
   void run_steps(at::ArrayRef<DirectionChunk> parts, bool side_by_side = false) const {
     const at::Tensor& like = parts[0].direction.gates;
-    const Plan plan = sizes.plan(op, like, /*backward=*/true, call.algorithm, parts.size(), side_by_side);
+    const Plan plan = plan_of(parts, side_by_side);
     if (plan.is_fused() && try_run_fused(parts, plan)) return;
     if (parts.size() == 1) return run_stepwise(parts[0]);
     // A direction keeps these tensors for its other chunks, so they are allocated on the current stream.
-    if (sizes.plan(op, like, /*backward=*/true, call.algorithm, 1, /*side_by_side=*/true).is_fused()) {
-      for (const DirectionChunk& part : parts) part.direction.prepare_for_fused();
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const Plan of_one = plan_of(parts.slice(i, 1), /*side_by_side=*/true);
+      if (of_one.is_fused()) parts[i].direction.prepare_for_fused(segments_of(parts[i], of_one));
     }
     run_side_by_side(like, parts.size(),
                      [&](size_t i) { run_steps(parts.slice(i, 1), /*side_by_side=*/true); });
@@ -314,7 +335,7 @@ struct Backward {
     const at::Tensor& like = parts[0].direction.gates;
     const at::Tensor first_rows = first_rows_on(like, sizes.batch_sizes);
     for (const DirectionChunk& part : parts) {
-      part.direction.prepare_for_fused();
+      part.direction.prepare_for_fused(segments_of(part, plan));
       if (!plan.runs_all_steps()) part.direction.write_zeros();
     }
     const auto arguments_of = [&](auto type, size_t i) {
@@ -345,10 +366,12 @@ struct Backward {
           .grad_sums = mutable_pointer<acc_t<T>>(direction.grad_sums),
       };
     };
-    const bool ran = try_launch_fused(
-        "recurrence_backward", like, plan, call.algorithm, parts.size(), [&](auto type, auto stream) {
-          return op.launch(per_direction(type, parts.size(), arguments_of), plan, stream);
-        });
+    const at::Tensor maps = sizes.maps(plan, shape, parts[0].steps(), like);
+    const bool ran = try_launch_fused("recurrence_backward", like, plan, call.algorithm, parts.size(),
+                                      [&](auto type, auto stream) {
+                                        return op.launch(per_direction(type, parts.size(), arguments_of),
+                                                         plan, mutable_pointer<void>(maps), stream);
+                                      });
     for (const DirectionChunk& part : parts) part.direction.are_unset &= !ran;
     return ran;
   }
@@ -379,6 +402,12 @@ struct Backward {
   Gradients finished(DirectionGradients& g, bool bias_needs_grad) const {
     const Direction& d = g.inputs;
     g.write_zeros();  // if there were no steps
+    if (g.grad_initial.defined()) {
+      const int64_t segments = g.grad_initial.size(0);
+      const at::Tensor rows = g.grad_initial.view({segments, g.grad_initial.numel() / segments});
+      const at::Tensor sum = segments > 1 ? sum_of_rows(rows, rows) : rows;
+      g.grad_initial = sum.view(g.grad_initial.sizes().slice(1));
+    }
     Gradients result = {.input = g.grad_input,
                         .weight_ih = or_zeros(g.grad_weight_ih, d.weight_ih),
                         .weight_hh = or_zeros(g.grad_weight_hh, d.weight_hh)};

@@ -88,7 +88,8 @@ struct Forward {
 
   // Runs directions [first, first + count): in one launch if they fit, else side by side.
   void run_steps(size_t first, size_t count, bool side_by_side = false) const {
-    const Plan plan = sizes.plan(op, outs[0].output, /*backward=*/false, call.algorithm, count, side_by_side);
+    const Plan plan =
+        sizes.plan(op, outs[0].output, /*backward=*/false, call.algorithm, count, side_by_side, sizes.length);
     if (plan.is_fused() && try_run_fused(first, count, plan)) return;
     if (count == 1) return run_stepwise(outs[first], call.directions[first]);
     run_side_by_side(outs[0].output, count, [&](size_t i) { run_steps(i, 1, /*side_by_side=*/true); });
@@ -201,12 +202,13 @@ struct Forward {
           .states_n = mutable_pointer<void>(states_n[i]),
       };
     };
-    const bool ran = try_launch_fused("recurrence_forward", outs[0].output, plan, call.algorithm, count,
-                                      [&](auto type, auto stream) {
-                                        auto sequences = per_direction(type, count, arguments_of);
-                                        sequences.rows = outs[0].output.numel() / sizes.hidden;
-                                        return op.launch(sequences, plan, stream);
-                                      });
+    const at::Tensor maps = sizes.maps(plan, shape, sizes.length, outs[0].output);
+    const bool ran = try_launch_fused(
+        "recurrence_forward", outs[0].output, plan, call.algorithm, count, [&](auto type, auto stream) {
+          auto sequences = per_direction(type, count, arguments_of);
+          sequences.rows = outs[0].output.numel() / sizes.hidden;
+          return op.launch(sequences, plan, mutable_pointer<void>(maps), stream);
+        });
     for (size_t i = 0; ran && i < count; ++i) finish_states(outs[first + i], states_n[i]);
     return ran;
   }

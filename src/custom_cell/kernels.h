@@ -68,8 +68,9 @@ class CellOp {
     return cudaSuccess;
   }
 
+  // `maps`: those of the plan's segments, if it has any.
   template <template <typename> class Arguments, typename T>
-  cudaError_t launch(const PerDirection<Arguments<T>>& sequences, const Plan& plan,
+  cudaError_t launch(const PerDirection<Arguments<T>>& sequences, const Plan& plan, void* maps,
                      cudaStream_t stream) const {
     constexpr bool kBackward = std::is_same_v<Arguments<T>, SequenceBackwardArguments<T>>;
     if (compiled_) {
@@ -81,8 +82,8 @@ class CellOp {
     }
     CellKernel which = {scalar_type_of<T>(), kBackward};
     if (plan.independent) {
-      which.independent_units = independent_units(sequences.of[0].hidden);
-      return run_independent_units(load_cell_kernel(program_, which), sequences.of[0], stream);
+      return launch_independent(which, sequences.of[0],
+                                Segments<acc_t<T>>{plan.segment_steps, static_cast<acc_t<T>*>(maps)}, stream);
     }
     if constexpr (std::is_same_v<T, float>) {
       if (plan.small_batch.rows > 0) {
@@ -132,7 +133,7 @@ class CellOp {
 #else
   // Never called; code that is generic over the device names it.
   template <class Sequences>
-  cudaError_t launch(const Sequences& sequences, const Plan& plan, cudaStream_t stream) const;
+  cudaError_t launch(const Sequences& sequences, const Plan& plan, void* maps, cudaStream_t stream) const;
 #endif
 
   // Without a stream, steps run on the CPU.
@@ -152,6 +153,24 @@ class CellOp {
   template <typename T>
   const CudaLaunchers<T>& launchers() const {
     return std::get<CudaLaunchers<T>>(compiled_->cuda);
+  }
+
+  template <class Arguments>
+  cudaError_t launch_independent(CellKernel which, const Arguments& sequence,
+                                 const Segments<typename Arguments::A>& segments, cudaStream_t stream) const {
+    const int64_t batch = sequence.steps.batch, hidden = sequence.hidden;
+    const auto run = [&](const char* part, int64_t blocks, int64_t count) {
+      which.part = part;
+      return run_independent_units(load_cell_kernel(program_, which), sequence, blocks, count, segments,
+                                   stream);
+    };
+    const int64_t blocks = independent_blocks(batch, hidden);
+    which.independent_units = independent_units(hidden);
+    if (!segments.maps) return run("", blocks, 1);
+    const int64_t count = ceil_div(steps_of(sequence), segments.steps);
+    cudaError_t error = run("reduce", blocks, count - 1);
+    if (error == cudaSuccess) error = run("combine", batch * hidden, 1);  // a warp for each unit
+    return error == cudaSuccess ? run("", blocks, count) : error;
   }
 
   template <class Arguments>

@@ -1,6 +1,7 @@
 // From tensors to the fused kernels: the plan, the sizes, the launch.
 #pragma once
 
+#include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 
 #include <vector>
@@ -39,11 +40,11 @@ auto with_type(at::ScalarType type, F&& f) {
 }
 #endif
 
-// Plans one launch of `sequences` sequences. An algorithm that can't run a single one is an error; several
-// can still run one after the other.
+// Plans one launch of `sequences` sequences of `steps` steps. An algorithm that can't run a single one is an
+// error; several can still run one after the other.
 inline Plan plan_for(const CellOp& of, const at::Tensor& input, int64_t batch, int64_t hidden, bool dense,
                      bool backward, c10::string_view algorithm, size_t sequences = 1,
-                     bool side_by_side = false) {
+                     bool side_by_side = false, int64_t steps = 0) {
   const std::string name = of.name();
   const char* const op = name.c_str();
   const Algorithm wanted = algorithm_named(op, algorithm);
@@ -60,7 +61,8 @@ inline Plan plan_for(const CellOp& of, const at::Tensor& input, int64_t batch, i
                              .element_size = static_cast<int>(input.element_size()),
                              .sequences = static_cast<int>(sequences),
                              .tf32 = allows_tf32(input),
-                             .side_by_side = side_by_side};
+                             .side_by_side = side_by_side,
+                             .steps = steps};
     check_launch(
         op, with_type(input.scalar_type(), [&](auto type) { return of.plan(type, problem, wanted, plan); }));
     // The table of a packed sequence's rows is copied from the host, which a captured graph would not repeat.
@@ -90,8 +92,16 @@ struct SequenceSizes {
         hidden(hidden_of(shape, call.input, call.directions[0])),
         batch_sizes(call.batch_sizes) {}
   Plan plan(const CellOp& op, const at::Tensor& like, bool backward, c10::string_view algorithm,
-            size_t sequences, bool side_by_side) const {
-    return plan_for(op, like, batch, hidden, !batch_sizes, backward, algorithm, sequences, side_by_side);
+            size_t sequences, bool side_by_side, int64_t steps) const {
+    return plan_for(op, like, batch, hidden, !batch_sizes, backward, algorithm, sequences, side_by_side,
+                    steps);
+  }
+  // Memory for the maps of a plan's segments; undefined if there are none.
+  at::Tensor maps(const Plan& plan, const CellShape& shape, int64_t steps, const at::Tensor& like) const {
+    if (plan.segment_steps == 0) return {};
+    const int64_t segments = ceil_div(steps, plan.segment_steps);
+    return at::empty({segments, map_planes(shape), batch, hidden},
+                     like.options().dtype(at::toOpMathType(like.scalar_type())));
   }
   static int64_t hidden_of(const CellShape& shape, const at::Tensor& input, const Direction& d) {
     if (d.h0.defined()) return d.h0.size(1);

@@ -63,10 +63,19 @@ KernelText text_of(const CellKernel& kernel) {
             c10::str("run_persistent<", config, ", ", direction, "Steps<", config, ">>(sequences, grid)")};
   }
   if (kernel.is_independent()) {
-    return {kernel.backward ? "without_product/backward.cuh" : "without_product/forward.cuh",
-            c10::str("const __grid_constant__ Sequence", direction, "Arguments<T> sequence"),
+    const bool reduces = kernel.part == "reduce", combines = kernel.part == "combine";
+    const std::string of_cell = c10::str("<Cell, T, ", combines ? 1 : kernel.independent_units, ">"),
+                      steps = c10::str("Independent", direction, of_cell);
+    return {reduces || combines ? "without_product/parallel.cuh"
+            : kernel.backward   ? "without_product/backward.cuh"
+                                : "without_product/forward.cuh",
+            c10::str("const __grid_constant__ Sequence", direction,
+                     "Arguments<T> sequence, const Segments<acc_t<T>> segments"),
             "kIndependentThreads",
-            c10::str("Independent", direction, "<Cell, T, ", kernel.independent_units, ">(sequence).run()")};
+            c10::str(reduces    ? c10::str("ReduceSegments<", direction, "Map", of_cell, ">")
+                     : combines ? c10::str("CombineSegments<", steps, ">")
+                                : steps,
+                     "(sequence, ", combines ? "blockIdx.x" : "independent_thread()", ").run(segments)")};
   }
   if (kernel.is_single_step()) {
     const std::string step =
@@ -101,7 +110,7 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
   const Strings fields = fields_of(text);
   const bool has_formulas = fields.size() == 5;
   const Strings numbers = fields.size() == 3 || has_formulas ? split(fields[1], ',') : Strings();
-  TORCH_CHECK_VALUE(numbers.size() >= 10 && numbers.size() <= 12,
+  TORCH_CHECK_VALUE(numbers.size() >= 10 && numbers.size() <= 13,
                     "custom_cell: expected a program as lltm_ext.recurrence writes it, got ", fields.size(),
                     " fields");
   name = fields[0];
@@ -118,7 +127,8 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
            n(7) != 0,
            n(8, /*least=*/-1),
            numbers.size() > 10 && n(10) != 0,
-           numbers.size() > 11 && n(11) != 0};
+           numbers.size() > 11 && n(11) != 0,
+           numbers.size() > 12 && n(12) != 0};
   zeros_stay = n(9) != 0;
   if (has_formulas) {
     formulas = std::make_unique<const CellFormulas>(
@@ -151,10 +161,13 @@ std::string CellProgram::source(const CellKernel& kernel) const {
   const std::string& reset = kernel.reset;
   TORCH_CHECK_VALUE(reset.empty() || reset == "bool" || reset == "float", name,
                     ": expected reset to be '', 'bool' or 'float', got '", reset, "'");
+  TORCH_CHECK_VALUE(kernel.part.empty() || kernel.part == "reduce" || kernel.part == "combine", name,
+                    ": expected part to be '', 'reduce' or 'combine', got '", kernel.part, "'");
   const KernelText text = text_of(kernel);
   return c10::str(
       "#include \"recurrence/", text.header, "\"\n\nnamespace lltm_ext {\n\n", code,
       shape.resets_to_initial ? "\ntemplate <>\nconstexpr bool kResetsToInitial<Cell> = true;\n" : "",
+      shape.affine ? "\ntemplate <>\nconstexpr bool kIsAffine<Cell> = true;\n" : "",
       "\nusing T = ", element_name(name.c_str(), kernel.type),
       ";\n\nextern \"C\" __global__ void __launch_bounds__(", text.bounds, ")\n    ", kCellKernelName, "(",
       text.parameters, ") {\n  ", text.call, ";\n}\n\n}  // namespace lltm_ext\n");

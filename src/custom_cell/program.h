@@ -2,7 +2,8 @@
 // that is compiled with the package, or the text of another one. The text has three fields
 // (common/runtime/text.h): the cell's name; numbers, separated by commas; the C++ of its struct `Cell`
 // (recurrence/cell.h). The numbers are those of its CellShape except `wide`; then 1 if a unit of zeros stays
-// so, forward and backward, else 0; then `wide` and `resets_to_initial`, which programs of version 0.3 lack.
+// so, forward and backward, else 0; then `wide`, `resets_to_initial` and `affine`, which programs of version
+// 0.3 lack.
 // Two more fields have the formulas forward and backward for the CPU (formula.h); programs of version 0.3 and
 // cells in C++ lack them.
 #pragma once
@@ -29,6 +30,7 @@ struct CellKernel {
   int fused_rows = 0;         // rows of a fused step's tile
   std::string reset = {};     // the resets' type, bool or float; only the first two kinds have it
   int independent_units = 0;  // units of a thread
+  std::string part = {};      // of segments of independent units: reduce, combine or, for all steps, none
   int small_batch = 0;        // most rows of a step
   int single_step_rows = 0;   // rows of a tile of a sequence of one step
   bool on_tensor_cores = false;
@@ -39,7 +41,7 @@ struct CellKernel {
   bool is_independent() const { return independent_units > 0; }
   bool is_single_step() const { return single_step_rows > 0; }
   auto key() const {
-    return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, small_batch,
+    return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, part, small_batch,
                            single_step_rows, on_tensor_cores);
   }
 };

@@ -39,6 +39,7 @@ struct CellShape {
   int output_state;        // the state that is the output of a step; -1: h is
   bool wide;               // whether the projections of half types are in float32
   bool resets_to_initial;  // whether a reset leads to the initial h and states, not to zeros
+  bool affine;             // whether the new h, if the cell reads h, and states are affine in the old ones
 
   constexpr int saved_gates() const { return wide ? 0 : gates; }  // planes of the gates that backward gets
   constexpr int saved_in_gates() const { return saved < saved_gates() ? saved : saved_gates(); }
@@ -68,11 +69,16 @@ constexpr bool kIsWide<Cell, decltype(void(Cell::kWideProjections))> = Cell::kWi
 template <class Cell>
 constexpr bool kResetsToInitial = false;
 
+// CellShape::affine of a cell; a program that says so specializes it. Such a cell hands h on in float32 where
+// it stays in registers, so that the result does not depend on how steps are grouped.
 template <class Cell>
-constexpr CellShape kCellShape = {Cell::kGates,      Cell::kStates,         Cell::kSaved,
-                                  Cell::kParameters, Cell::kStepInputs,     Cell::kRecurrent,
-                                  Cell::kSeparate,   Cell::kReadsH,         Cell::kOutputState,
-                                  kIsWide<Cell>,     kResetsToInitial<Cell>};
+constexpr bool kIsAffine = false;
+
+template <class Cell>
+constexpr CellShape kCellShape = {Cell::kGates,      Cell::kStates,          Cell::kSaved,
+                                  Cell::kParameters, Cell::kStepInputs,      Cell::kRecurrent,
+                                  Cell::kSeparate,   Cell::kReadsH,          Cell::kOutputState,
+                                  kIsWide<Cell>,     kResetsToInitial<Cell>, kIsAffine<Cell>};
 
 // The type of a cell's projections in memory.
 template <class Cell, typename T>
@@ -246,12 +252,24 @@ struct SequenceBackwardArguments {
   T* grad_h;             // [B, H] after these steps; replaced by that before them
   A* grad_own_h;         // [B, H] likewise, or null
   A* grad_states;        // [S, B, H] likewise
-  A* grad_initial;       // [1 + S, B, H] += gradients of h0 and states0 through resets to them; or null
+  A* grad_initial;       // [1 + S, B, H] += gradients of h0 and states0 through resets to them; or null.
+                         // Each segment of a sequence has its own (without_product/parallel.cuh)
   A* grad_sums;          // [B, G + P, H] += gradients of the projections and the parameters; a group adds
-                         // those of all its tiles to the first tile's rows; or null
+                         // those of all its tiles to the first tile's rows; or null. Each segment of a
+                         // sequence has its own, too
 
   LLTM_HOST_DEVICE Resets<A> resets() const { return {reset, reset_is_bool}; }
 };
+
+// The steps that a launch runs.
+template <typename T>
+int64_t steps_of(const SequenceForwardArguments<T>& sequence) {
+  return sequence.steps.length;
+}
+template <typename T>
+int64_t steps_of(const SequenceBackwardArguments<T>& sequence) {
+  return sequence.end - sequence.begin;
+}
 
 // The sequences of a layer's directions, which one launch runs side by side (blockIdx.y). All sizes agree.
 constexpr int kMaxDirections = 2;

@@ -11,6 +11,7 @@
 #include "recurrence/persistent/shape.h"
 #include "recurrence/stepwise/fused_shape.h"
 #include "recurrence/stepwise/small_batch_shape.h"
+#include "recurrence/without_product/shape.h"
 
 namespace lltm_ext {
 
@@ -21,6 +22,7 @@ struct Plan {
   FusedStepTile fused_step = {};    // for kStepwise only
   SmallBatchTile small_batch = {};  // for kStepwise only
   bool independent = false;  // for kStepwise only: one kernel runs all steps of a cell without a product
+  int segment_steps = 0;     // for these cells: the steps of segments that run in parallel; 0: one has all
   std::string why_not;       // why the requested algorithm can't run
 
   bool is_fused() const { return runs_all_steps() || fused_step.split_k > 0 || small_batch.rows > 0; }
@@ -37,6 +39,7 @@ struct Problem {
   int sequences = 1;          // sequences of these sizes that one launch runs side by side
   bool tf32 = false;          // float32 operands may be rounded to TF32
   bool side_by_side = false;  // another such sequence runs on another stream
+  int64_t steps = 0;          // that one launch runs
 };
 
 namespace plan_detail {
@@ -195,6 +198,19 @@ inline SmallBatchTile small_batch_tile(const Problem& p, const DeviceInfo& devic
   return tile;
 }
 
+// The steps of a segment of units without a product (without_product/parallel.cuh), or 0 where few segments
+// would have work: they compute each step twice, so they begin to pay where three run at the same time.
+inline int segment_steps(const Problem& p, const DeviceInfo& device) {
+  constexpr int64_t kThreads = 256, kLeastSteps = 32, kGroup = 8, kLeastSegments = 4, kMostSegments = 65535;
+  if (p.cell.live_states() > kMostMappedStates || !(p.backward || p.cell.affine)) return 0;
+  const int64_t threads = independent_threads(p.batch, p.hidden);
+  const int64_t wanted =
+      threads == 0 ? 0 : std::min(device.multiprocessors * kThreads / threads, kMostSegments);
+  if (wanted < kLeastSegments || p.steps < kLeastSegments * kLeastSteps) return 0;
+  const int64_t steps = std::max(kLeastSteps, ceil_div(ceil_div(p.steps, wanted), kGroup) * kGroup);
+  return static_cast<int>(steps);
+}
+
 inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm requested) {
   if (!p.cell.recurrent) return "takes cells with a product of h, got one without";
   if (p.element_size == 8) return "takes float16, bfloat16 and float32, got float64";
@@ -220,6 +236,7 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
   plan.small_batch = plan_detail::small_batch_tile(problem, device);
   plan.independent = !problem.cell.recurrent && problem.sequences == 1 &&
                      std::max(problem.batch, problem.hidden) <= INT32_MAX;
+  if (plan.independent) plan.segment_steps = plan_detail::segment_steps(problem, device);
   if (requested == Algorithm::kStepwise) return plan;
   // An algorithm requested by name takes the variant that kAuto would take of it, if there is one.
   const auto choose = [&](const auto& variants, bool if_it_pays) {

@@ -197,6 +197,9 @@ struct Block {
 struct Grid {
   int blocks, block_threads, cluster_blocks;
   size_t shared_bytes;
+  int blocks_y = 1;
+
+  int all_blocks() const { return blocks * blocks_y; }
 };
 
 // The kernel that runs.
@@ -272,7 +275,7 @@ inline char* stack(size_t number) {
 
 inline void start_block(Block& block, int number) {
   const Grid& grid = launch->grid;
-  block.index = {static_cast<unsigned>(number), 0, 0};
+  block.index = {static_cast<unsigned>(number % grid.blocks), static_cast<unsigned>(number / grid.blocks), 0};
   block.number = number;
   block.shared.resize((grid.shared_bytes + sizeof(SharedLine) - 1) / sizeof(SharedLine) + 1);
   std::memset(block.memory(), SharedLine::kFill, block.shared.size() * sizeof(SharedLine));
@@ -288,16 +291,16 @@ inline void check_end_of_shared_memory(const Block& block) {
   }
 }
 
-// Runs a grid of one dimension. Each fiber calls `kernel`.
+// Runs a grid. Each fiber calls `kernel`.
 inline void run(const Grid& grid, std::function<void()> kernel) {
   Launch here;
   launch = &here;
   here.grid = grid;
   here.kernel = std::move(kernel);
-  here.blocks = std::vector<Block>(grid.blocks);
+  here.blocks = std::vector<Block>(grid.all_blocks());
   here.clusters = std::vector<Barrier>(grid.blocks / grid.cluster_blocks);
-  here.fibers = std::vector<Fiber>(static_cast<size_t>(grid.blocks) * grid.block_threads);
-  for (int i = 0; i < grid.blocks; ++i) start_block(here.blocks[i], i);
+  here.fibers = std::vector<Fiber>(static_cast<size_t>(grid.all_blocks()) * grid.block_threads);
+  for (int i = 0; i < grid.all_blocks(); ++i) start_block(here.blocks[i], i);
   here.current = here.ready.front();
   here.ready.pop_front();
   here.current->started = true;
@@ -361,6 +364,11 @@ inline void __syncwarp() { cuda_on_cpu::current_warp().barrier.wait(cuda_on_cpu:
 template <class V>
 V __shfl_xor_sync(unsigned, V value, int mask) {
   return cuda_on_cpu::WarpValues<V>(value).of(cuda_on_cpu::lane() ^ mask);
+}
+
+template <class V>
+V __shfl_sync(unsigned, V value, int lane) {
+  return cuda_on_cpu::WarpValues<V>(value).of(lane);
 }
 
 // The lanes below `lanes` keep their values.

@@ -20,8 +20,7 @@
 #include "recurrence/plan.h"
 #include "recurrence/stepwise/single_step.cuh"
 #include "recurrence/stepwise/small_batch.cuh"
-#include "recurrence/without_product/backward.cuh"
-#include "recurrence/without_product/forward.cuh"
+#include "recurrence/without_product/parallel.cuh"
 
 namespace lltm_ext {
 namespace {
@@ -47,6 +46,7 @@ struct Case {
   bool save = true;                // for backward, which runs then
   bool from_zeros = false;         // without memory: h0, states0 and the gradients after the last step
   int multiprocessors = 3;         // for which a step of few rows is planned
+  int segment_steps = 0;           // of units without a product; 0: one thread has all steps of a row
 };
 
 // The rows of a case's steps.
@@ -262,7 +262,8 @@ class Reference {
     }
     double of_unit[at_least_one(kShape.states)] = {}, to_save[at_least_one(kShape.saved)] = {};
     for (int s = 0; s < kShape.states; ++s) of_unit[s] = keep * states[state_at(s, b) + unit];
-    const double new_h = precision_.value(Cell::template forward<ExactMath>(in, of_unit, to_save));
+    double new_h = Cell::template forward<ExactMath>(in, of_unit, to_save);
+    if (!kIsAffine<Cell>) new_h = precision_.value(new_h);
     h[at(b, 1, 0) + unit] = output[at(row, 1, 0) + unit] = new_h;
     for (int s = 0; s < kShape.states; ++s) states[state_at(s, b) + unit] = of_unit[s];
     if constexpr (kShape.has_output_apart()) {
@@ -427,8 +428,9 @@ class Kernels {
     if (Cell::kReadsH) grad_own_h.resize(c.batch * hidden);
     grad_states =
         c.from_zeros ? unwritten<acc_t<T>>(states0_.size()) : narrowed<acc_t<T>>(inputs.grad_states_n);
-    grad_sums.resize(c.batch * kShape.sums() * hidden);
-    if (kResetsToInitial<Cell>) grad_initial.resize((1 + kShape.states) * c.batch * hidden);
+    const size_t segments = segments_of(c.length);
+    grad_sums.resize(segments * c.batch * kShape.sums() * hidden);
+    if (kResetsToInitial<Cell>) grad_initial.resize(segments * (1 + kShape.states) * c.batch * hidden);
   }
 
   void forward() {
@@ -450,7 +452,7 @@ class Kernels {
                                                    h_n.data(),
                                                    states_n.data()};
     if constexpr (kVariant == kIndependent) {
-      launch_independent<IndependentForward>(arguments);
+      launch_independent<IndependentForward, ForwardMap>(arguments);
     } else if constexpr (kVariant == kSmallBatchSteps) {
       for (int step = 0; step < c_.length; ++step)
         launch_small_batch<SmallBatchForward<Cell>>(arguments, step);
@@ -489,7 +491,7 @@ class Kernels {
     arguments.grad_initial = kResetsToInitial<Cell> ? grad_initial.data() : nullptr;
     arguments.grad_sums = grad_sums.data();
     if constexpr (kVariant == kIndependent) {
-      launch_independent<IndependentBackward>(arguments);
+      launch_independent<IndependentBackward, BackwardMap>(arguments);
     } else if constexpr (kVariant == kSmallBatchSteps) {
       for (int step = end - 1; step >= begin - 1; --step) {
         launch_small_batch<SmallBatchBackward<Cell>>(arguments, step);
@@ -521,14 +523,18 @@ class Kernels {
     for (size_t i = 0; i < grad_own_h.size(); ++i) result[i] += grad_own_h[i];
     return result;
   }
-  Values total_grad_sums() const {
-    const size_t of_row = kShape.sums() * c_.hidden;
-    Values result(of_row);
-    for (size_t i = 0; i < grad_sums.size(); ++i) result[i % of_row] += grad_sums[i];
-    return result;
+  Values total_grad_sums() const { return sum_of_rows(grad_sums, kShape.sums() * c_.hidden); }
+  Values total_grad_initial() const {
+    return sum_of_rows(grad_initial, (1 + kShape.states) * c_.batch * c_.hidden);
   }
 
  private:
+  static Values sum_of_rows(const Array<acc_t<T>>& x, size_t width) {
+    Values result(width);
+    for (size_t i = 0; i < x.size(); ++i) result[i % width] += x[i];
+    return result;
+  }
+
   // Of the gates, rows of all steps but the first few must be prefetched, and nothing else.
   void check_prefetches(int begin, int end, bool descending) const {
     std::set<int64_t> expected, found;
@@ -569,16 +575,37 @@ class Kernels {
     });
   }
 
-  template <template <class, typename, int> class Units, class Arguments>
+  int segments_of(int64_t steps) const {
+    return c_.segment_steps == 0 ? 1 : static_cast<int>((steps + c_.segment_steps - 1) / c_.segment_steps);
+  }
+
+  template <template <class, typename, int> class Units, template <class, typename, int> class Map,
+            class Arguments>
   void launch_independent(const Arguments& arguments) const {
-    const auto blocks = static_cast<int>(independent_blocks(c_.batch, c_.hidden));
-    cuda_on_cpu::run({blocks, kIndependentThreads, 1, 0}, [&] {
-      if (independent_units(c_.hidden) == 2) {
-        Units<Cell, T, 2>(arguments).run();
-      } else {
-        Units<Cell, T, 1>(arguments).run();
-      }
-    });
+    if (independent_units(c_.hidden) == 2) {
+      launch_segments<Units<Cell, T, 2>, Map<Cell, T, 2>, Units<Cell, T, 1>>(arguments);
+    } else {
+      launch_segments<Units<Cell, T, 1>, Map<Cell, T, 1>, Units<Cell, T, 1>>(arguments);
+    }
+  }
+  template <class Units, class Map, class OneUnit, class Arguments>
+  void launch_segments(const Arguments& arguments) const {
+    const int count = segments_of(steps_of(arguments)),
+              blocks = static_cast<int>(independent_blocks(c_.batch, c_.hidden));
+    Array<acc_t<T>> maps = unwritten<acc_t<T>>(size_t(count) * map_planes(kShape) * c_.batch * c_.hidden);
+    constexpr bool kHasMaps = kIsAffine<Cell> || std::is_same_v<Arguments, SequenceBackwardArguments<T>>;
+    Segments<acc_t<T>> segments = {};
+    if constexpr (kHasMaps && kShape.live_states() <= kMostMappedStates) {
+      if (c_.segment_steps > 0) segments = {c_.segment_steps, maps.data()};
+    }
+    if (segments.maps) {
+      cuda_on_cpu::run({blocks, kIndependentThreads, 1, 0, std::max(count - 1, 1)},
+                       [&] { ReduceSegments<Map>(arguments, independent_thread()).run(segments); });
+      cuda_on_cpu::run({c_.batch * c_.hidden, kIndependentThreads, 1, 0},
+                       [&] { CombineSegments<OneUnit>(arguments, blockIdx.x).run(segments); });
+    }
+    cuda_on_cpu::run({blocks, kIndependentThreads, 1, 0, segments.maps ? count : 1},
+                     [&] { Units(arguments, independent_thread()).run(segments); });
   }
 
   SingleStepTile single_step_tile() const {
@@ -711,7 +738,8 @@ std::string name_of(const Case& c, int variant, const char* resets) {
                                                                    : " variant " + std::to_string(variant);
   return std::string(type) + kernel + (c.rows_of_steps.empty() ? " dense" : " packed") +
          (c.reverse ? " reverse" : "") + resets + (c.save ? "" : " not saved") +
-         (c.from_zeros ? " from zeros" : "");
+         (c.from_zeros ? " from zeros" : "") +
+         (c.segment_steps > 0 ? " in segments of " + std::to_string(c.segment_steps) : "");
 }
 
 template <class Cell, class KernelsOfCase>
@@ -728,7 +756,7 @@ void check_backward(const Case& c, KernelsOfCase& kernels, Reference<Cell>& refe
   compare("grad_h", kernels.total_grad_h(), reference.grad_h);
   compare("grad_states", widened(kernels.grad_states), reference.grad_states);
   if (kResetsToInitial<Cell>) {
-    compare("grad_initial", widened(kernels.grad_initial), reference.grad_initial);
+    compare("grad_initial", kernels.total_grad_initial(), reference.grad_initial);
   }
   compare("grad_sums", kernels.total_grad_sums(), reference.grad_sums);
 }
@@ -821,6 +849,16 @@ void check_small_batch() {
   check<Cell, float, kSmallBatchSteps, bool>({5, 12, 40, 0, true, {12, 12, 9, 4, 1}});
 }
 
+// Segments whose coefficients overflow where the values do not, if they start from zeros.
+template <class Cell, typename T>
+void check_growing() {
+  for (const int segment_steps : {3, 70}) {
+    Case c = {205, 3, 6, 0, false, {}, /*save=*/true, /*from_zeros=*/true};
+    c.segment_steps = segment_steps;
+    check<Cell, T, kIndependent, NoReset>(c);
+  }
+}
+
 template <class Cell, typename T>
 void check_independent() {
   const auto check_sizes = [](int batch, int hidden, std::vector<int> rows_of_steps) {
@@ -831,12 +869,27 @@ void check_independent() {
       for (const bool reverse : {false, true}) {
         check<Cell, T, kIndependent, NoReset>({length, batch, hidden, 0, reverse, rows_of_steps});
         check<Cell, T, kIndependent, float>({length, batch, hidden, 0, reverse, rows_of_steps});
+        if (!packed) continue;  // the dense ones follow
+        Case c = {length, batch, hidden, 0, reverse, rows_of_steps};
+        c.segment_steps = 3;
+        check<Cell, T, kIndependent, float>(c);
       }
     }
     check<Cell, T, kIndependent, bool>({5, batch, hidden, 0, false, {}, /*save=*/false});
     if (packed) return;
     check<Cell, T, kIndependent, NoReset>(
         {5, batch, hidden, 0, false, {}, /*save=*/true, /*from_zeros=*/true});
+    // Fewer segments than a warp has lanes, and more.
+    for (const int length : {20, 37, 205}) {
+      for (const bool reverse : {false, true}) {
+        Case c = {length, batch, hidden, 0, reverse, {}};
+        c.segment_steps = length == 20 ? 5 : 3;
+        check<Cell, T, kIndependent, NoReset>(c);
+        check<Cell, T, kIndependent, float>(c);
+        c.from_zeros = true;
+        check<Cell, T, kIndependent, bool>(c);
+      }
+    }
   };
   check_sizes(5, 24, {});  // a pair of units a thread, less than a block
   check_sizes(3, 67, {});  // one unit a thread, four blocks
@@ -865,11 +918,14 @@ void check_single_step() {
 }
 
 template <class Cell>
-void check_all() {
+void check_all(bool is_growing) {
   if constexpr (Cell::kRecurrent) {
     check_persistent<Cell>();
     check_small_batch<Cell>();
     check_single_step<Cell>();
+  } else if (is_growing) {
+    check_growing<Cell, float>();
+    check_growing<Cell, __half>();
   } else {
     check_independent<Cell, float>();
     check_independent<Cell, double>();
@@ -885,7 +941,7 @@ int main(int count, char** arguments) {
   const std::string cell = count == 2 ? arguments[1] : "";
   bool known = false;
 #define CHECK_CELL(name, ...) \
-  if (cell == name) known = true, lltm_ext::check_all<__VA_ARGS__>();
+  if (cell == name) known = true, lltm_ext::check_all<__VA_ARGS__>(cell == "growing");
   FOR_ALL_CELLS(CHECK_CELL)
   if (!known) std::printf("expected the name of a cell in cells.h, got '%s'\n", cell.c_str());
   return known && lltm_ext::failures == 0 ? 0 : 1;

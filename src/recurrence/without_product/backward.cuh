@@ -1,5 +1,5 @@
-// Steps of independent units backward (steps.cuh). No gradient goes through weights. Each row has its own
-// sums of gradients, so their order is fixed.
+// All steps of independent units backward (steps.cuh), or those of a segment. No gradient goes through
+// weights. Each row and segment has its own sums of gradients, so their order is fixed.
 #pragma once
 
 #include "recurrence/without_product/steps.cuh"
@@ -7,35 +7,111 @@
 namespace lltm_ext {
 
 template <class Cell, typename T, int kUnits>
-class IndependentBackward : IndependentUnits<Cell, T, kUnits> {
+class IndependentBackward : public IndependentUnits<Cell, T, kUnits> {
+ public:
   using Base = IndependentUnits<Cell, T, kUnits>;
-  using Base::in_, Base::kGates, Base::kParameters, Base::kStates, Base::kStepInputs, Base::plane, Base::row_,
-      Base::state;
+  using Base::h_, Base::in_, Base::kCarried, Base::kGates, Base::kParameters, Base::kStates,
+      Base::kStepInputs, Base::plane, Base::row_, Base::state, Base::states_;
   using typename Base::A, typename Base::Math, typename Base::Saved, typename Base::Values;
   static constexpr int kSums = Base::kShape.sums();
 
- public:
-  __device__ explicit IndependentBackward(const SequenceBackwardArguments<T>& arguments)
-      : Base(arguments.steps, arguments.hidden, arguments.parameters), args_(arguments) {}
+  using Arguments = SequenceBackwardArguments<T>;
 
-  __device__ void run() {
-    if (!Base::exists()) return;
-    const typename Base::Range range = Base::steps_of_row(args_.begin, args_.end);
-    if (range.begin >= range.end) return;  // the row's gradients stay what they are
-    if (!args_.from_zeros) load_carried();
-    Base::template for_steps<Inputs>(
-        range.end - range.begin, [&](int n, Inputs& inputs) { load_inputs(range.end - 1 - n, inputs); },
-        [&](int n, const Inputs& inputs) { step(range.end - 1 - n, inputs); });
-    store_carried();
-    if (args_.grad_sums) add_sums();
+  __device__ IndependentBackward(const Arguments& arguments, int64_t thread)
+      : Base(arguments.steps, arguments.hidden, arguments.parameters, thread), args_(arguments) {
+    if (Base::exists()) range_ = Base::steps_of_row(args_.begin, args_.end);
   }
 
- private:
+  __device__ void run(const Segments<A>& segments) {
+    if (!Base::exists() || count() <= 0) return;  // the row's gradients stay what they are
+    Base::run_segment(*this, segments);
+  }
+
+  __device__ int count() const { return range_.end - range_.begin; }
+
+  __device__ void load_carried() {
+    if (args_.from_zeros) return;
+    Base::load(plane(args_.grad_h, row_, 1, 0), [&](int u) -> A& { return h_[u]; });
+    if constexpr (Cell::kReadsH) {
+      A own[kUnits];
+      Base::load(plane(args_.grad_own_h, row_, 1, 0), [&](int u) -> A& { return own[u]; });
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) h_[u] += own[u];
+    }
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) {
+      Base::load(state(args_.grad_states, s), [&](int u) -> A& { return states_[u][s]; });
+    }
+  }
+
+  __device__ void store_carried() const {
+    Base::store(plane(args_.grad_h, row_, 1, 0), [](int) { return A(0); });
+    if constexpr (Cell::kReadsH) {
+      Base::store(plane(args_.grad_own_h, row_, 1, 0), [&](int u) { return h_[u]; });
+    }
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) {
+      Base::store(state(args_.grad_states, s), [&](int u) { return states_[u][s]; });
+    }
+  }
+
+  // Steps [begin, end) of the row, counted from its last one.
+  template <bool kStores>
+  __device__ void run_steps(int begin, int end) {
+    A sums[kUnits][at_least_one(kSums)] = {};
+    for_inputs(begin, end, [&](int n, const Inputs& inputs) {
+      CellGradients<Cell, A> grads[kUnits];
+      Saved saved;
+      widen_saved(inputs, saved);
+      step<kStores>(inputs, saved, grads);
+      if constexpr (kStores) store_step(Base::row_at(range_.end - 1 - n) - args_.first_row, grads, sums);
+    });
+    if constexpr (kStores) {
+      if (args_.grad_sums) add_sums(sums);
+    }
+  }
+
   struct Inputs {
     Values saved[at_least_one(Cell::kSaved)], steps[at_least_one(kStepInputs)], grad_output;
     A lost;  // the share that the row lost before the step
   };
 
+  template <class Step>
+  __device__ __forceinline__ void for_inputs(int begin, int end, Step&& step) const {
+    Base::template for_steps<Inputs>(
+        begin, end, [&](int n, Inputs& inputs) { load_inputs(range_.end - 1 - n, inputs); }, step);
+  }
+
+  __device__ static void widen_saved(const Inputs& inputs, Saved& saved) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+      for (int v = 0; v < Cell::kSaved; ++v) saved[u][v] = widen(inputs.saved[v].data[u]);
+    }
+  }
+
+  template <bool kStores>
+  __device__ void step(const Inputs& inputs, const Saved& saved, CellGradients<Cell, A> (&grads)[kUnits]) {
+    Base::set_step_inputs(inputs.steps);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      gradient_of_output<Cell>(h_[u], states_[u]) += widen(inputs.grad_output.data[u]);
+      Cell::template backward<Math>(saved[u], in_[u], h_[u], states_[u], grads[u]);
+      h_[u] = grads[u].h;
+    }
+    if (inputs.lost == 0) return;
+    // Divides the gradients among what the row kept and, with resets to them, the initial h and states.
+#pragma unroll
+    for (int i = 0; i < kCarried; ++i) {
+      if constexpr (kStores && kResetsToInitial<Cell>) add_initial(inputs.lost, i);
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        Base::carried(u, i) = scale_by_mask(mask_of(inputs.lost), Base::carried(u, i));
+      }
+    }
+  }
+
+ private:
   __device__ void load_inputs(int step, Inputs& inputs) const {
     const int64_t row = Base::row_at(step);
 #pragma unroll
@@ -50,84 +126,41 @@ class IndependentBackward : IndependentUnits<Cell, T, kUnits> {
     inputs.lost = args_.resets().share(row);
   }
 
-  __device__ void step(int step, const Inputs& inputs) {
-    CellGradients<Cell, A> grads[kUnits];
-    Base::set_step_inputs(inputs.steps);
+  __device__ void store_step(int64_t row, const CellGradients<Cell, A> (&grads)[kUnits],
+                             A (&sums)[kUnits][at_least_one(kSums)]) const {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      A saved[at_least_one(Cell::kSaved)];
 #pragma unroll
-      for (int v = 0; v < Cell::kSaved; ++v) saved[v] = widen(inputs.saved[v].data[u]);
-      gradient_of_output<Cell>(grad_h_[u], grad_states_[u]) += widen(inputs.grad_output.data[u]);
-      Cell::template backward<Math>(saved, in_[u], grad_h_[u], grad_states_[u], grads[u]);
-      grad_h_[u] = grads[u].h;
+      for (int g = 0; g < kGates; ++g) sums[u][g] += grads[u].x[g];
 #pragma unroll
-      for (int g = 0; g < kGates; ++g) sums_[u][g] += grads[u].x[g];
-#pragma unroll
-      for (int p = 0; p < kParameters; ++p) sums_[u][kGates + p] += grads[u].parameters[p];
+      for (int p = 0; p < kParameters; ++p) sums[u][kGates + p] += grads[u].parameters[p];
     }
-    if (inputs.lost != 0) reset(inputs.lost);
-    const int64_t row = Base::row_at(step) - args_.first_row;
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
       Base::store(plane(args_.grad_gates, row, kGates, g), [&](int u) { return grads[u].x[g]; });
     }
   }
 
-  // Divides the gradients among what the row kept and, with resets to them, the initial h and states.
-  __device__ void reset(A share) {
-#pragma unroll
-    for (int plane = 0; plane < 1 + kStates; ++plane) {
-      const auto gradient = [&](int u) -> A& { return plane == 0 ? grad_h_[u] : grad_states_[u][plane - 1]; };
-      if constexpr (kResetsToInitial<Cell>) {
-        A before[kUnits];
-        A* const to = state(args_.grad_initial, plane);
-        Base::load(to, [&](int u) -> A& { return before[u]; });
-        Base::store(to, [&](int u) { return before[u] + scale_by_mask(share, gradient(u)); });
-      }
-#pragma unroll
-      for (int u = 0; u < kUnits; ++u) gradient(u) = scale_by_mask(mask_of(share), gradient(u));
-    }
+  __device__ void add_initial(A share, int i) {
+    A before[kUnits];
+    A* const to = state(args_.grad_initial, static_cast<int>(blockIdx.y) * kCarried + i);
+    Base::load(to, [&](int u) -> A& { return before[u]; });
+    Base::store(to, [&](int u) { return before[u] + scale_by_mask(share, Base::carried(u, i)); });
   }
 
-  __device__ void load_carried() {
-    Base::load(plane(args_.grad_h, row_, 1, 0), [&](int u) -> A& { return grad_h_[u]; });
-    if constexpr (Cell::kReadsH) {
-      A own[kUnits];
-      Base::load(plane(args_.grad_own_h, row_, 1, 0), [&](int u) -> A& { return own[u]; });
-#pragma unroll
-      for (int u = 0; u < kUnits; ++u) grad_h_[u] += own[u];
-    }
-#pragma unroll
-    for (int s = 0; s < kStates; ++s) {
-      Base::load(state(args_.grad_states, s), [&](int u) -> A& { return grad_states_[u][s]; });
-    }
-  }
-
-  __device__ void store_carried() const {
-    Base::store(plane(args_.grad_h, row_, 1, 0), [](int) { return A(0); });
-    if constexpr (Cell::kReadsH) {
-      Base::store(plane(args_.grad_own_h, row_, 1, 0), [&](int u) { return grad_h_[u]; });
-    }
-#pragma unroll
-    for (int s = 0; s < kStates; ++s) {
-      Base::store(state(args_.grad_states, s), [&](int u) { return grad_states_[u][s]; });
-    }
-  }
-
-  __device__ void add_sums() const {
+  __device__ void add_sums(const A (&sums)[kUnits][at_least_one(kSums)]) const {
+    const int64_t row = int64_t{blockIdx.y} * args_.steps.batch + row_;
 #pragma unroll
     for (int sum = 0; sum < kSums; ++sum) {
-      A* const to = plane(args_.grad_sums, row_, kSums, sum);
+      A* const to = plane(args_.grad_sums, row, kSums, sum);
       A before[kUnits];
       Base::load(to, [&](int u) -> A& { return before[u]; });
-      Base::store(to, [&](int u) { return before[u] + sums_[u][sum]; });
+      Base::store(to, [&](int u) { return before[u] + sums[u][sum]; });
     }
   }
 
-  const SequenceBackwardArguments<T>& args_;
-  A grad_h_[kUnits] = {}, grad_states_[kUnits][at_least_one(kStates)] = {};  // after the next step
-  A sums_[kUnits][at_least_one(kSums)] = {};
+  const Arguments& args_;
+  typename Base::Range range_ = {};
 };
 
 }  // namespace lltm_ext

@@ -1,4 +1,4 @@
-// All steps of independent units forward (steps.cuh).
+// All steps of independent units forward (steps.cuh), or those of a segment.
 #pragma once
 
 #include "recurrence/without_product/steps.cuh"
@@ -6,25 +6,67 @@
 namespace lltm_ext {
 
 template <class Cell, typename T, int kUnits>
-class IndependentForward : IndependentUnits<Cell, T, kUnits> {
+class IndependentForward : public IndependentUnits<Cell, T, kUnits> {
+ public:
   using Base = IndependentUnits<Cell, T, kUnits>;
-  using Base::in_, Base::kGates, Base::kStates, Base::kStepInputs, Base::plane, Base::row_, Base::state;
+  using Base::h_, Base::in_, Base::kGates, Base::kStates, Base::kStepInputs, Base::plane, Base::row_,
+      Base::state, Base::states_;
   using typename Base::A, typename Base::Math, typename Base::Saved, typename Base::Values;
 
- public:
-  __device__ explicit IndependentForward(const SequenceForwardArguments<T>& arguments)
-      : Base(arguments.steps, arguments.hidden, arguments.parameters), args_(arguments) {}
+  using Arguments = SequenceForwardArguments<T>;
 
-  __device__ void run() {
-    if (!Base::exists()) return;
-    load_initial(h_, states_);
-    const typename Base::Range range = Base::steps_of_row(0, args_.steps.length);
-    Base::template for_steps<Inputs>(
-        range.end - range.begin, [&](int n, Inputs& inputs) { load_inputs(range.begin + n, inputs); },
-        [&](int n, const Inputs& inputs) { step(range.begin + n, inputs); });
+  __device__ IndependentForward(const Arguments& arguments, int64_t thread)
+      : Base(arguments.steps, arguments.hidden, arguments.parameters, thread), args_(arguments) {
+    if (Base::exists()) range_ = Base::steps_of_row(0, args_.steps.length);
+  }
+
+  __device__ void run(const Segments<A>& segments) {
+    if (Base::exists()) Base::run_segment(*this, segments);
+  }
+
+  __device__ int count() const { return range_.end - range_.begin; }
+
+  __device__ void load_carried() { load_initial(h_, states_); }
+  __device__ void store_carried() const {
     Base::store(plane(args_.h_n, row_, 1, 0), [&](int u) { return h_[u]; });
     args_.narrow_states ? store_states(static_cast<T*>(args_.states_n))
                         : store_states(static_cast<A*>(args_.states_n));
+  }
+
+  // Steps [begin, end) of the row.
+  template <bool kStores>
+  __device__ void run_steps(int begin, int end) {
+    for_inputs(begin, end, [&](int n, const Inputs& inputs) {
+      Saved saved;
+      step(inputs, saved);
+      if constexpr (kStores) store_step(Base::row_at(range_.begin + n), saved);
+    });
+  }
+
+  struct Inputs {
+    Vec<projection_t<Cell, T>, kUnits> projections[at_least_one(kGates)];
+    Values steps[at_least_one(kStepInputs)];
+    A lost;  // the share that the row loses before the step
+  };
+
+  template <class Step>
+  __device__ __forceinline__ void for_inputs(int begin, int end, Step&& step) const {
+    Base::template for_steps<Inputs>(
+        begin, end, [&](int n, Inputs& inputs) { load_inputs(range_.begin + n, inputs); }, step);
+  }
+
+  __device__ void step(const Inputs& inputs, Saved& saved) {
+    Base::set_step_inputs(inputs.steps);
+    if (inputs.lost != 0) reset(inputs.lost);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) in_[u].x[g] = widen(inputs.projections[g].data[u]);
+      in_[u].h = h_[u];
+      const A h = Cell::template forward<Math>(in_[u], states_[u], saved[u]);
+      // Rounded to T, as the next step would read it from memory, unless the cell is affine.
+      h_[u] = kIsAffine<Cell> ? h : widen(narrow<T>(h));
+    }
   }
 
  private:
@@ -49,12 +91,6 @@ class IndependentForward : IndependentUnits<Cell, T, kUnits> {
     for (int s = 0; s < kStates; ++s) Base::store(state(states, s), [&](int u) { return states_[u][s]; });
   }
 
-  struct Inputs {
-    Vec<projection_t<Cell, T>, kUnits> projections[at_least_one(kGates)];
-    Values steps[at_least_one(kStepInputs)];
-    A lost;  // the share that the row loses before the step
-  };
-
   __device__ void load_inputs(int step, Inputs& inputs) const {
     const int64_t row = Base::row_at(step);
 #pragma unroll
@@ -68,19 +104,7 @@ class IndependentForward : IndependentUnits<Cell, T, kUnits> {
     inputs.lost = args_.resets().share(row);
   }
 
-  __device__ void step(int step, const Inputs& inputs) {
-    Saved saved;
-    Base::set_step_inputs(inputs.steps);
-    if (inputs.lost != 0) reset(inputs.lost);
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-#pragma unroll
-      for (int g = 0; g < kGates; ++g) in_[u].x[g] = widen(inputs.projections[g].data[u]);
-      in_[u].h = h_[u];
-      // Rounded to T, as the next step would read it from memory.
-      h_[u] = widen(narrow<T>(Cell::template forward<Math>(in_[u], states_[u], saved[u])));
-    }
-    const int64_t row = Base::row_at(step);
+  __device__ void store_step(int64_t row, const Saved& saved) const {
     Base::store(plane(args_.output, row, 1, 0), [&](int u) { return h_[u]; });
     if constexpr (Base::kShape.has_output_apart()) {
       Base::store(plane(args_.output_apart, row, 1, 0),
@@ -105,9 +129,8 @@ class IndependentForward : IndependentUnits<Cell, T, kUnits> {
     }
   }
 
-  const SequenceForwardArguments<T>& args_;
-  A h_[kUnits] = {};
-  States states_ = {};
+  const Arguments& args_;
+  typename Base::Range range_ = {};
 };
 
 }  // namespace lltm_ext

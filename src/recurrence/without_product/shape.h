@@ -1,7 +1,8 @@
-// The grid of the kernels of independent units. For host and device.
+// The grid of the kernels of independent units, and how it divides the steps. For host and device.
 #pragma once
 
 #include "common/portable.h"
+#include "recurrence/cell.h"
 
 namespace lltm_ext {
 
@@ -11,8 +12,28 @@ constexpr int kIndependentThreads = 32;
 // Adjacent units of a thread: two where every row of H is aligned to a pair.
 LLTM_HOST_DEVICE constexpr int independent_units(int64_t hidden) { return hidden % 2 == 0 ? 2 : 1; }
 
+// A segment is some successive steps of a row, in the order in which a kernel computes them. Segments run in
+// parallel (parallel.cuh): blockIdx.y is the segment. Before they do, the values that each one starts from
+// replace the rests of its map.
+template <typename A>
+struct Segments {
+  int steps;  // of each; a row's last segment has the rest of its steps
+  A* maps;    // [segments, map_planes, B, H]; null: one thread runs all steps of a row
+};
+
+// The values that steps hand on: h and the states. A map from them to those after a segment has a rest for
+// each, and a coefficient for each pair of those that steps read.
+LLTM_HOST_DEVICE constexpr int map_planes(const CellShape& cell) {
+  return 1 + cell.states + cell.live_states() * cell.live_states();
+}
+constexpr int kMostMappedStates = 4;
+
+// Threads that share the units of all rows.
+LLTM_HOST_DEVICE constexpr int64_t independent_threads(int64_t batch, int64_t hidden) {
+  return batch * (hidden / independent_units(hidden));
+}
 LLTM_HOST_DEVICE constexpr int64_t independent_blocks(int64_t batch, int64_t hidden) {
-  return (batch * (hidden / independent_units(hidden)) + kIndependentThreads - 1) / kIndependentThreads;
+  return ceil_div(independent_threads(batch, hidden), kIndependentThreads);
 }
 
 }  // namespace lltm_ext

@@ -4,7 +4,8 @@
 //
 // A step computes little, so memory sets the speed. Few rows make few threads: 16 rows of 512 units are 4096
 // pairs, about a warp for each multiprocessor of an H200. No other warp hides the latency of memory then, so
-// each thread has the loads of several steps in flight.
+// each thread has the loads of several steps in flight. Where even these threads are too few, others run
+// later steps at the same time (parallel.cuh).
 #pragma once
 
 #include "common/fast_math.cuh"
@@ -14,9 +15,13 @@
 
 namespace lltm_ext {
 
+__device__ inline int64_t independent_thread() {
+  return int64_t{blockIdx.x} * kIndependentThreads + threadIdx.x;
+}
+
 template <class Cell_, typename T_, int kUnits_>
 class IndependentUnits {
- protected:
+ public:
   using Cell = Cell_;
   using T = T_;
   using A = acc_t<T>;
@@ -26,15 +31,18 @@ class IndependentUnits {
                        kExtra = kShape.extra();
   static constexpr int kStates = Cell::kStates, kParameters = Cell::kParameters,
                        kStepInputs = Cell::kStepInputs, kUnits = kUnits_;
+  static constexpr int kCarried = 1 + kStates;              // values that steps hand on; the first is h
+  static constexpr int kFirstLive = Cell::kReadsH ? 0 : 1;  // the first that steps read
+  static constexpr int kLive = kCarried - kFirstLive, kMapPlanes = map_planes(kShape);
   static_assert(!Cell::kRecurrent && !Cell::kSeparate, "units are independent if there is no product of h");
 
   using Values = Vec<T, kUnits>;  // one value of each unit
   using Saved = A[kUnits][at_least_one(Cell::kSaved)];
 
-  __device__ IndependentUnits(const StepOrder& order, int hidden, const T* parameters)
+  // `thread`: of those that share the units of all rows.
+  __device__ IndependentUnits(const StepOrder& order, int hidden, const T* parameters, int64_t thread)
       : order_(order), hidden_(hidden) {
     const int threads_of_row = hidden / kUnits;
-    const int64_t thread = int64_t{blockIdx.x} * kIndependentThreads + threadIdx.x;
     row_ = thread / threads_of_row;
     unit_ = static_cast<int>(thread % threads_of_row) * kUnits;
     if (!exists()) return;
@@ -65,26 +73,26 @@ class IndependentUnits {
     return {begin, min(end, has)};
   }
 
-  // Calls step(n, inputs) for n = 0, ..., count - 1. A group of steps is computed while load(n, inputs) of
+  // Calls step(n, inputs) for n = begin, ..., end - 1. A group of steps is computed while load(n, inputs) of
   // the next group is in flight. Both groups are in registers, so more values a step make smaller groups.
   template <class Inputs, class Load, class Step>
-  __device__ __forceinline__ static void for_steps(int count, Load&& load, Step&& step) {
+  __device__ __forceinline__ static void for_steps(int begin, int end, Load&& load, Step&& step) {
     constexpr int kGroup = sizeof(Inputs) <= 24 ? 8 : sizeof(Inputs) <= 48 ? 4 : 2;
-    if (count <= 0) return;
+    if (begin >= end) return;
     Inputs next[kGroup];
     const auto load_next = [&](int first) {
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) load(min(first + i, count - 1), next[i]);
+      for (int i = 0; i < kGroup; ++i) load(min(first + i, end - 1), next[i]);
     };
-    load_next(0);
-    for (int first = 0; first < count; first += kGroup) {
+    load_next(begin);
+    for (int first = begin; first < end; first += kGroup) {
       Inputs current[kGroup];
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) current[i] = next[i];
       load_next(first + kGroup);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        if (first + i < count) step(first + i, current[i]);
+        if (first + i < end) step(first + i, current[i]);
       }
     }
   }
@@ -133,11 +141,36 @@ class IndependentUnits {
     }
   }
 
+  // What steps hand on of unit u: h, then the states; in the backward their gradients.
+  __device__ A& carried(int u, int i) { return i == 0 ? h_[u] : states_[u][i - 1]; }
+
+  // Runs a segment, or all steps. `direction` is this, as the class that has the steps.
+  template <class Direction>
+  __device__ void run_segment(Direction& direction, const Segments<A>& segments) {
+    const int count = direction.count(),
+              begin = segments.maps ? static_cast<int>(blockIdx.y) * segments.steps : 0,
+              end = segments.maps ? min(begin + segments.steps, count) : count;
+    if (begin > 0 && begin >= end) return;  // the row has fewer segments
+    segments.maps ? load_start(segments) : direction.load_carried();
+    direction.template run_steps</*kStores=*/true>(begin, end);
+    if (end == count) direction.store_carried();
+  }
+  __device__ void load_start(const Segments<A>& segments) {
+#pragma unroll
+    for (int i = 0; i < kCarried; ++i) {
+      load(map_plane(segments, blockIdx.y, i), [&](int u) -> A& { return carried(u, i); });
+    }
+  }
+  __device__ A* map_plane(const Segments<A>& segments, int segment, int i) const {
+    return state(segments.maps, segment * kMapPlanes + i);
+  }
+
   const StepOrder& order_;
   const int hidden_;
   int64_t row_;
   int unit_;  // the thread's first
   CellInputs<Cell, A> in_[kUnits];
+  A h_[kUnits] = {}, states_[kUnits][at_least_one(kStates)] = {};
 };
 
 }  // namespace lltm_ext
