@@ -1,7 +1,7 @@
 // How the blocks that have successive tiles of the same channels find the state before their tile.
 //
 // A block publishes its tile as a function of the state before it (F; affine.cuh has scan's). Tiles are in
-// segments of 16, and the block of a segment's last tile publishes the state after it too. So a block
+// segments of eight, and the block of a segment's last tile publishes the state after it too. So a block
 // starts from the nearest such state, and applies to it the segments in between and the part of its own
 // segment before it. Its threads compose the functions of these segments at once.
 //
@@ -14,7 +14,7 @@
 
 namespace lltm_ext {
 
-constexpr int kSegmentTiles = 16;
+constexpr int kSegmentTiles = 8;
 
 // What blocks tell each other, in memory whose bits are all set at first. Empty if no tile follows another.
 template <class F>
@@ -69,17 +69,15 @@ __device__ __forceinline__ void publish(F* to, const F& f) {
   }
 }
 
-// The functions one after the other, composed as a tree.
-template <class F, int kCount>
-__device__ __forceinline__ F composed(const F (&parts)[kCount]) {
-  if constexpr (kCount == 1) {
-    return parts[0];
-  } else {
-    F pairs[kCount / 2];
+// The functions one after the other, composed as a tree. It replaces them.
+template <class F>
+__device__ __forceinline__ F composed(F (&parts)[kSegmentTiles]) {
 #pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) pairs[i] = then(parts[2 * i], parts[2 * i + 1]);
-    return composed(pairs);
+  for (int count = kSegmentTiles / 2; count > 0; count /= 2) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) parts[i] = then(parts[2 * i], parts[2 * i + 1]);
   }
+  return parts[0];
 }
 
 // Of a block with some number of threads: [segments, width], and [width].
@@ -133,11 +131,11 @@ class LookBack {
 
   // By the threads of row 0, after `before`: if the tile is the last of its segment, tells the state after
   // it.
-  __device__ __forceinline__ void publish_state(const F& part) const {
+  __device__ __forceinline__ void publish_state(const F& part) {
     if (tile_ % kSegmentTiles != kSegmentTiles - 1) return;
     F parts[kSegmentTiles];
-    read_parts(tile_ - (kSegmentTiles - 1), parts);
-    parts[kSegmentTiles - 1] = part;
+#pragma unroll
+    for (int i = 0; i < kSegmentTiles; ++i) parts[i] = i + 1 < kSegmentTiles ? own_parts_[i] : part;
     const F whole = composed(parts);
     const State state = is_reliable(whole) ? apply(whole, base_) : apply(part, in_turn(0, base_));
     lltm_ext::publish(after_ + tile_ / kSegmentTiles * width_, F::constant(state));
@@ -152,23 +150,20 @@ class LookBack {
     bool is_known = segment == 0, has_parts;
     do {
       if (!is_known) is_known = read_published(after_ + (segment - 1) * width_, state);
-      has_parts = read_parts(first, parts);
+      has_parts = true;
+#pragma unroll
+      for (int i = 0; i < kSegmentTiles; ++i) {
+        parts[i] = F::identity();
+        if (first + i < tile_)
+          has_parts = read_published(parts_ + (first + i) * width_, parts[i]) && has_parts;
+      }
     } while (!has_parts || (must_know && !is_known));
+#pragma unroll
+    for (int i = 0; i < kSegmentTiles - 1; ++i) own_parts_[i] = parts[i];
     const int at = row_ * width_ + column_;
     shared_.segments[at] = composed(parts);
     shared_.states[at] = state.b;
     shared_.is_known[at] = is_known;
-  }
-
-  // Reads the parts of a segment before the tile, and returns whether all are published.
-  __device__ __forceinline__ bool read_parts(int64_t first, F (&parts)[kSegmentTiles]) const {
-    bool has_all = true;
-#pragma unroll
-    for (int i = 0; i < kSegmentTiles; ++i) {
-      parts[i] = F::identity();
-      if (first + i < tile_) has_all = read_published(parts_ + (first + i) * width_, parts[i]) && has_all;
-    }
-    return has_all;
   }
 
   // From the nearest known state.
@@ -200,7 +195,8 @@ class LookBack {
   F *const parts_, *const after_;
   const int64_t tile_;
   const int width_, row_, column_;
-  State base_ = {};  // before the tile's segment
+  State base_ = {};                 // before the tile's segment
+  F own_parts_[kSegmentTiles - 1];  // of that segment, in row 0
 };
 
 }  // namespace lltm_ext

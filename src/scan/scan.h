@@ -235,7 +235,7 @@ SerialPlan plan_serial(const Scan& scan, const DeviceInfo& device) {
 
 // The most threads of a block; the steps of a thread.
 template <class Scan>
-constexpr int kScanThreads = 512 / sizeof(typename Scan::A);
+constexpr int kScanThreads = 1024 / sizeof(typename Scan::A);
 template <class Scan>
 constexpr int kScanSteps = (Scan::kBackward ? 64 : 128) / sizeof(typename Scan::A);
 

@@ -1,10 +1,10 @@
 // The scan of few channels: time is divided too.
 //
-// A block takes tiles of some channels and steps, one after the other, and has three in shared memory: one
-// that is copied, one that is reduced, and one that is run. Each of its threads has some successive steps of
-// one channel. The thread first reduces its steps to an affine function of the state before them, and the
-// block combines these functions into the tile's. It has the next tile reduced before it asks for the state
-// before this one (look_back.cuh), so that other blocks rarely wait for it. Then the threads run their steps.
+// A block takes tiles of some channels and steps, one after the other, and copies the next one to shared
+// memory while it runs one. Each of its threads has some successive steps of one channel. The thread first
+// reduces its steps to an affine function of the state before them. The block combines these functions into
+// the tile's, finds the state before the tile (look_back.cuh), and from it the one before each thread's
+// steps. Then the threads run their steps.
 //
 // Where coefficients grow, or are not finite, a function may lose what a loop over the steps would find. In
 // such a tile the threads run their steps one after the other, and later tiles see the state after it.
@@ -19,9 +19,7 @@ namespace lltm_ext {
 template <typename E, int kSteps>
 struct TileLayout {
   static constexpr int kPadding = sizeof(E) == 2 ? 2 : 1;
-  LLTM_HOST_DEVICE static int elements(const ScanPlan& plan) {
-    return plan.threads * (kSteps + kPadding) + plan.width * kPadding;
-  }
+  LLTM_HOST_DEVICE static int elements(int threads) { return threads * (kSteps + 2 * kPadding); }
 
   __device__ __forceinline__ explicit TileLayout(const ScanPlan& plan) {
     step = plan.time_is_fastest ? 1 : plan.width;
@@ -35,8 +33,6 @@ struct TileLayout {
   int channel, step, thread;  // strides; a thread has kSteps steps
 };
 
-LLTM_HOST_DEVICE int whole_vectors(int bytes) { return (bytes + 15) / 16 * 16; }
-
 // What a tile reads. Backward, the gradient of a replaces it; the results replace b.
 template <class Scan>
 struct TileBuffer {
@@ -45,60 +41,52 @@ struct TileBuffer {
   typename Scan::C* a;
   typename Scan::T *b, *h;
 
-  LLTM_HOST_DEVICE static int bytes(const ScanPlan& plan) {
-    return bytes_of_a(plan) + bytes_of_b(plan) * (Scan::kBackward ? 2 : 1);
+  LLTM_HOST_DEVICE static int bytes(int threads) {
+    return LayoutOfA::elements(threads) * static_cast<int>(sizeof(*a)) +
+           LayoutOfB::elements(threads) * static_cast<int>(sizeof(*b)) * (Scan::kBackward ? 2 : 1);
   }
-  __device__ __forceinline__ TileBuffer(char* memory, const ScanPlan& plan)
+  __device__ __forceinline__ TileBuffer(char* memory, int threads)
       : a(reinterpret_cast<typename Scan::C*>(memory)),
-        b(reinterpret_cast<typename Scan::T*>(memory + bytes_of_a(plan))),
-        h(reinterpret_cast<typename Scan::T*>(memory + bytes_of_a(plan) + bytes_of_b(plan))) {}
-
- private:
-  LLTM_HOST_DEVICE static int bytes_of_a(const ScanPlan& plan) {
-    return whole_vectors(LayoutOfA::elements(plan) * static_cast<int>(sizeof(*a)));
-  }
-  LLTM_HOST_DEVICE static int bytes_of_b(const ScanPlan& plan) {
-    return whole_vectors(LayoutOfB::elements(plan) * static_cast<int>(sizeof(*b)));
-  }
+        b(reinterpret_cast<typename Scan::T*>(a + LayoutOfA::elements(threads))),
+        h(b + LayoutOfB::elements(threads)) {}
 };
 
-constexpr int kTileBuffers = 3;
+constexpr int kTileBuffers = 2;
 
 // The shared memory of a block, besides the buffers.
 template <class Scan>
 struct TileShared {
   using F = Affine<wide_t<Scan>>;
-  F* units;             // [2, units, width]: units of rows as functions, of two tiles
+  F* units;             // [units, width]: units of rows as functions
   wide_t<Scan>* state;  // [width]: where threads take turns
   LookBackShared<F> look_back;
   unsigned* taken;  // [kTileBuffers]: the tiles in the buffers
 
   LLTM_HOST_DEVICE static int bytes(int threads) {
-    return whole_vectors(threads * kThreadBytes + kTileBuffers * static_cast<int>(sizeof(unsigned)));
+    const int of_all = threads * static_cast<int>(sizeof(F) + sizeof(wide_t<Scan>)) +
+                       threads * LookBackShared<F>::kBytes +
+                       kTileBuffers * static_cast<int>(sizeof(unsigned));
+    return static_cast<int>(ceil_div(of_all, 16)) * 16;
   }
   __device__ __forceinline__ TileShared(char* memory, int threads)
       : units(reinterpret_cast<F*>(memory)),
-        state(reinterpret_cast<wide_t<Scan>*>(units + 2 * threads)),
+        state(reinterpret_cast<wide_t<Scan>*>(units + threads)),
         look_back(reinterpret_cast<char*>(state + threads), threads),
-        taken(reinterpret_cast<unsigned*>(memory + threads * kThreadBytes)) {}
-
- private:
-  static constexpr int kThreadBytes = 2 * sizeof(F) + sizeof(wide_t<Scan>) + LookBackShared<F>::kBytes;
+        taken(reinterpret_cast<unsigned*>(reinterpret_cast<char*>(state + threads) +
+                                          threads * LookBackShared<F>::kBytes)) {}
 };
 
 template <class Scan>
-int tile_shared_bytes(const ScanPlan& plan) {
-  return TileShared<Scan>::bytes(plan.threads) + kTileBuffers * TileBuffer<Scan>::bytes(plan);
+int tile_shared_bytes(int threads) {
+  return TileShared<Scan>::bytes(threads) + kTileBuffers * TileBuffer<Scan>::bytes(threads);
 }
 
 // shared_bytes: the most that a block may have.
 template <class Scan>
 ScanPlan plan_of(const Scan& scan, int shared_bytes) {
-  for (int threads = kScanThreads<Scan>;; threads /= 2) {
-    const ScanPlan plan =
-        plan_scan(scan.steps, scan.channels.count, threads, kScanSteps<Scan>, time_is_fastest(scan));
-    if (threads == kScanWarp || tile_shared_bytes<Scan>(plan) <= shared_bytes) return plan;
-  }
+  int threads = kScanThreads<Scan>;
+  while (tile_shared_bytes<Scan>(threads) > shared_bytes) threads /= 2;
+  return plan_scan(scan.steps, scan.channels.count, threads, kScanSteps<Scan>, time_is_fastest(scan));
 }
 
 // A warp's lanes copy adjacent channels, unless adjacent steps are neighbours in memory.
@@ -147,26 +135,24 @@ class TiledScan {
         rows_(plan.threads >> plan.width_bits),
         row_(thread_ >> plan.width_bits),
         column_(thread_ & (plan.width - 1)) {
-    // Of the segments of tiles that run at once, some has a known state before it, or soon has.
+    // Of as many tiles as run at once, some segment has a known state before it, or soon has.
     const auto at_once = static_cast<int>(ceil_div(blocks, plan.groups));
     depth_ = min(static_cast<int>(ceil_div(at_once, kSegmentTiles)) + 1, rows_);
   }
 
   __device__ __forceinline__ void run() {
     uint32_t ahead = take(0);
-    Reduced reduced = {};
-    for (uint32_t i = 0;; ++i) {
-      if (thread_ == 0) shared_.taken[i % kTileBuffers] = ahead;
+    for (uint32_t i = 0;; ++i) {  // runs the tile before the i-th one that it takes
+      const int next = i % kTileBuffers, current = (i + 1) % kTileBuffers;
+      if (thread_ == 0) shared_.taken[next] = ahead;
       ahead = take(i + 1);
       cp_async_wait_group<0>();
-      __syncthreads();  // the tile before this one is here, and that before it was written
-      copy(i % kTileBuffers);
-      const Reduced next = i < 1 ? Reduced{} : reduced_tile((i - 1) % kTileBuffers, i % 2);
-      if (i >= 2) {
-        if (!reduced.exists) return;
-        run_tile(reduced, (i - 2) % kTileBuffers);
-      }
-      reduced = next;
+      __syncthreads();  // the tile is here, and the one before it is written
+      copy(next);
+      if (i == 0) continue;
+      const uint32_t number = shared_.taken[current];
+      if (number >= tiles_) return;
+      run_tile(number, buffer_at(current));
     }
   }
 
@@ -179,7 +165,7 @@ class TiledScan {
   }
 
   __device__ __forceinline__ Buffer buffer_at(int i) const {
-    return {buffers_ + i * Buffer::bytes(plan_), plan_};
+    return {buffers_ + i * Buffer::bytes(plan_.threads), plan_.threads};
   }
 
   __device__ __forceinline__ Place place_of(uint32_t number) const {
@@ -329,131 +315,81 @@ class TiledScan {
     return h;
   }
 
-  // Where a warp has several rows: makes `mine` the function of the rows up to the thread's own, and returns
-  // that of the rows before it.
-  __device__ __forceinline__ F scan_of_warp(F& mine) const {
-    const int lane = thread_ % kScanWarp;
-    if (plan_.width >= kScanWarp) return F::identity();
-#pragma unroll 1
-    for (int lanes = plan_.width; lanes < kScanWarp; lanes *= 2) {
-      const F earlier = shuffle_up(mine, lanes);
-      if (lane >= lanes) mine = then(earlier, mine);
-    }
-    const F before = shuffle_up(mine, plan_.width);
-    return lane >= plan_.width ? before : F::identity();
-  }
-  __device__ __forceinline__ F composed_units(const F* units) const {
-    constexpr int kMost = kScanThreads<Scan> / kScanWarp;
-    F parts[kMost];
-#pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      parts[i] = i < rows_ / unit_rows() ? units[i * plan_.width + column_] : F::identity();
-    }
-    return composed(parts);
-  }
-
-  // The thread's part of a tile that is reduced.
-  struct Reduced {
-    bool exists, in_turn;  // in_turn: whether the threads have to run their steps one after the other
-    uint64_t resets, forgets;
-    F before, whole;  // the functions of the rows before this one in a warp, and of the tile, in row 0
-    const F* units;
-  };
-  // What a thread has of a tile.
-  struct Part {
-    int count;      // its steps
-    int64_t first;  // the number of the first of them
-    int64_t last;   // which of them is the last of all
-    C* a;
-    T *b, *h;
-    Channel x;  // at the first of them
-  };
-  __device__ __forceinline__ Part part_of(const Place& place, const Buffer& buffer) const {
-    const int in_tile = row_ * kSteps, at_b = of_b_.at(column_, in_tile);
+  __device__ __forceinline__ void run_tile(uint32_t number, const Buffer& buffer) {
+    const Place place = place_of(number);
+    const int width = plan_.width, in_tile = row_ * kSteps;
     const int64_t first = place.first_step + in_tile;
     const int count = column_ < place.channels ? clamped(place.steps - in_tile, 0, kSteps) : 0;
-    return {count,
-            first,
-            scan_.steps - 1 - first,
-            buffer.a + of_a_.at(column_, in_tile),
-            buffer.b + at_b,
-            buffer.h + at_b,
-            scan_.moved(place.channel, in_tile)};
-  }
+    const Channel x = scan_.moved(place.channel, in_tile);
+    const uint64_t resets = resets_at(x, first, count);
+    const uint64_t forgets =
+        (Scan::kBackward ? resets | (first == 0) : resets >> 1) & ((uint64_t{1} << count) - 1);
+    C* const a = buffer.a + of_a_.at(column_, in_tile);
+    T *const b = buffer.b + of_b_.at(column_, in_tile), *const h = buffer.h + of_b_.at(column_, in_tile);
+    const int64_t last = scan_.steps - 1 - first;  // which of the thread's steps is the last of all
+    if (count < kSteps) fill(a, b, count);
+    if (Scan::kBackward && x.h && 0 <= last && last < count) h[last * of_b_.step] = scan_.before_all(x);
 
-  // Reduces the tile of a buffer, and tells later tiles its function.
-  __device__ __forceinline__ Reduced reduced_tile(int buffer, int parity) const {
-    const uint32_t number = shared_.taken[buffer];
-    if (number >= tiles_) return {};
-    const Place place = place_of(number);
-    const Part part = part_of(place, buffer_at(buffer));
-    Reduced found = {true};
-    found.resets = resets_at(part.x, part.first, part.count);
-    found.forgets = (Scan::kBackward ? found.resets | (part.first == 0) : found.resets >> 1) &
-                    ((uint64_t{1} << part.count) - 1);
-    if (part.count < kSteps) fill(part.a, part.b, part.count);
-    F mine = found.forgets ? reduced<true>(part.a, part.b, found.forgets) : reduced<false>(part.a, part.b, 0);
-    found.before = scan_of_warp(mine);
-    F* const units = shared_.units + parity * plan_.threads;
-    found.units = units;
-    if (row_ % unit_rows() == unit_rows() - 1) units[row_ / unit_rows() * plan_.width + column_] = mine;
+    F mine = forgets ? reduced<true>(a, b, forgets) : reduced<false>(a, b, 0);
+    // Where a warp has several rows: the functions of the rows before this one, and with it.
+    const int lane = thread_ % kScanWarp;
+    F before = F::identity();
+    if (width < kScanWarp) {
+      for (int lanes = width; lanes < kScanWarp; lanes *= 2) {
+        const F earlier = shuffle_up(mine, lanes);
+        if (lane >= lanes) mine = then(earlier, mine);
+      }
+      const F earlier = shuffle_up(mine, width);
+      if (lane >= width) before = earlier;
+    }
+    // A unit is the rows of a warp, or one row.
+    const int unit_rows = larger(1, kScanWarp >> plan_.width_bits), units = rows_ / unit_rows,
+              unit = row_ / unit_rows;
+    bool reliable = is_reliable(mine);
+    if (row_ % unit_rows == unit_rows - 1) shared_.units[unit * width + column_] = mine;
     __syncthreads();
-    const bool publishes = row_ == 0 && place.tile + 1 < plan_.tiles;
-    found.whole = publishes ? composed_units(units) : F::identity();
-    found.in_turn = __syncthreads_or(!is_reliable(mine) || !is_reliable(found.whole));
-    if (publishes && !found.in_turn) look_back_of(place).publish(found.whole);
-    return found;
-  }
-  // A unit is the rows of a warp, or one row.
-  __device__ __forceinline__ int unit_rows() const { return larger(1, kScanWarp >> plan_.width_bits); }
-  __device__ __forceinline__ LookBack<F> look_back_of(const Place& place) const {
-    return {links_, shared_.look_back, place.group, place.tile, plan_.tiles, plan_.width, row_, column_};
-  }
+    const bool is_head = row_ == 0, has_next = place.tile + 1 < plan_.tiles;
+    F whole = F::identity();
+    if (is_head && has_next) {
+      F parts[kSegmentTiles];
+#pragma unroll
+      for (int i = 0; i < kSegmentTiles; ++i) {
+        parts[i] = i < units ? shared_.units[i * width + column_] : F::identity();
+      }
+      whole = composed(parts);
+      reliable = reliable && is_reliable(whole);
+    }
+    const bool in_turn = __syncthreads_or(!reliable);
 
-  // Runs the steps of a reduced tile, and writes the results.
-  __device__ __forceinline__ void run_tile(const Reduced& reduced, int in_buffer) const {
-    const Place place = place_of(shared_.taken[in_buffer]);
-    const Buffer buffer = buffer_at(in_buffer);
-    const Part part = part_of(place, buffer);
-    const bool is_last = 0 <= part.last && part.last < part.count;
-    if (Scan::kBackward && part.x.h && is_last) part.h[part.last * of_b_.step] = scan_.before_all(part.x);
-
-    const bool publishes = row_ == 0 && place.tile + 1 < plan_.tiles;
-    LookBack<F> look_back = look_back_of(place);
+    LookBack<F> look_back(links_, shared_.look_back, place.group, place.tile, plan_.tiles, width, row_,
+                          column_);
+    if (is_head && has_next && !in_turn) look_back.publish(whole);
     W state = to_wide(scan_.before_first(place.channel));
     if (place.tile > 0) state = look_back.before(state, depth_);
-    if (publishes && !reduced.in_turn) look_back.publish_state(reduced.whole);
-    const auto run_from = [&](W from) {
+    if (!in_turn) {
+      if (is_head && has_next) look_back.publish_state(whole);
+#pragma unroll 1
+      for (int i = 0; i < unit; ++i) state = apply(shared_.units[i * width + column_], state);
+    } else if (is_head) {
+      shared_.state[column_] = state;
+    }
+    for (int turn = 0; turn < (in_turn ? rows_ : 1); ++turn) {
+      if (in_turn) __syncthreads();
+      if (in_turn && turn != row_) continue;
       A now;
-      from_wide(now, from);
-      now = reduced.resets | reduced.forgets
-                ? run_steps<true>(part.a, part.b, part.h, reduced.resets >> 1, reduced.forgets, now)
-                : run_steps<false>(part.a, part.b, part.h, 0, 0, now);
-      if (Scan::kBackward && is_last) {
-        scan_.store_grad_initial(scan_.moved(part.x, part.last), now, reduced.resets >> (part.last + 1) & 1);
+      from_wide(now, in_turn ? shared_.state[column_] : apply(before, state));
+      now = resets | forgets ? run_steps<true>(a, b, h, resets >> 1, forgets, now)
+                             : run_steps<false>(a, b, h, 0, 0, now);
+      if (in_turn) shared_.state[column_] = to_wide(now);
+      if (Scan::kBackward && 0 <= last && last < count) {
+        scan_.store_grad_initial(scan_.moved(x, last), now, resets >> (last + 1) & 1);
       }
-      return to_wide(now);
-    };
-    if (!reduced.in_turn) {
-#pragma unroll 1
-      for (int i = 0; i < row_ / unit_rows(); ++i) {
-        state = apply(reduced.units[i * plan_.width + column_], state);
-      }
-      run_from(apply(reduced.before, state));
-      __syncthreads();
-    } else {
-      if (row_ == 0) shared_.state[column_] = state;
-#pragma unroll 1
-      for (int turn = 0; turn < rows_; ++turn) {
-        __syncthreads();
-        if (turn == row_) shared_.state[column_] = run_from(shared_.state[column_]);
-      }
-      __syncthreads();
-      if (publishes) {
-        const F after = F::constant(shared_.state[column_]);
-        look_back.publish(after);
-        look_back.publish_state(after);
-      }
+    }
+    __syncthreads();
+    if (is_head && has_next && in_turn) {
+      const F whole_state = F::constant(shared_.state[column_]);
+      look_back.publish(whole_state);
+      look_back.publish_state(whole_state);
     }
     write(place, buffer.b, of_b_, place.channel.result, scan_.result, vectors_.result);
     if (Scan::kBackward && place.channel.h) {

@@ -137,7 +137,7 @@ void run(const Scan& scan, int shared_bytes) {
   const Links links = Links::in(memory.data(), plan.groups, plan.tiles, plan.width);
   const ScanVectors vectors = tile_vectors_of(scan, plan);
   const int blocks = std::min(blocks_of(plan.blocks()), 7);
-  const int bytes = tile_shared_bytes<Scan>(plan);
+  const int bytes = tile_shared_bytes<Scan>(plan.threads);
   cuda_on_cpu::run({blocks, plan.threads, 1, static_cast<size_t>(bytes)}, [&] {
     auto* const shared = reinterpret_cast<char*>(current_block().memory());
     TiledScan<Scan>(scan, plan, links, vectors, blocks, shared).run();
