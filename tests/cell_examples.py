@@ -279,7 +279,8 @@ class Example:
             functools.partial(self.loop, reverse=reverse),
             call,
             self.dtype,
-            zeros_for_unused=not self.cell.recurrent and not self.cell.derived.reads_h,
+            zeros_for_unused=self.cell.gates == 0
+            or (not self.cell.recurrent and not self.cell.derived.reads_h),
         )
         assert [y.dtype for y in outputs] == [self.dtype, *(x.dtype for x in call.args[1])]
         assert [g.dtype for g in gradients] == [x.dtype for x in call.tensors]
