@@ -1,5 +1,6 @@
 import itertools
 import math
+import threading
 
 import pytest
 import torch
@@ -422,6 +423,16 @@ def test_the_bits_do_not_depend_on_when_blocks_run(dtype):
                 other.normal_()
             assert_same_bits(results(lltm_ext.scan, Call(a, b)), expected)
         torch.cuda.synchronize()
+
+
+@needs_cuda
+def test_a_thread_that_needs_less_shared_memory_takes_none_from_another():
+    long, short = torch.rand(4096, 4096, device="cuda"), torch.rand(16, 4096, device="cuda")
+    expected = lltm_ext.scan(long, long)
+    thread = threading.Thread(target=lltm_ext.scan, args=(short, short))
+    thread.start()
+    thread.join()
+    assert_same_bits([lltm_ext.scan(long, long)], [expected])
 
 
 @needs_cuda

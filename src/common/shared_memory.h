@@ -4,17 +4,21 @@
 #include <cuda_runtime_api.h>
 
 #include <map>
+#include <mutex>
 #include <utility>
 
 namespace lltm_ext {
 
-// Must precede a launch with more. The driver takes microseconds for it, so a thread asks only once for what
-// it needs. kernel: a __global__ function or a cudaKernel_t.
+// Must precede a launch with more. The driver takes microseconds for it, so it is asked only for more than
+// before: a thread that needs less must not lower what another one needs. kernel: a __global__ function or a
+// cudaKernel_t.
 inline cudaError_t set_max_dynamic_shared(const void* kernel, int bytes) {
-  thread_local std::map<std::pair<const void*, int>, int> allowed;  // per kernel and device
+  static std::map<std::pair<const void*, int>, int> allowed;  // per kernel and device
+  static std::mutex mutex;
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
+  const std::lock_guard<std::mutex> lock(mutex);
   int& most = allowed[{kernel, device}];
   if (bytes <= most) return cudaSuccess;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
