@@ -187,8 +187,8 @@ ScanVectors vectors_of(const Scan& scan, int width) {
 
 constexpr int kScanWarp = 32;  // threads
 
-// ---- Many channels. A thread has one, and all its steps. A block has a ring in shared memory: of its stages
-// two are run and written, and the others are on the way.
+// ---- Many channels. A thread runs all steps of one. A block has a ring of stages in shared memory: one is
+// run, one is written, and the others are in flight.
 
 constexpr int64_t kScanManyChannels = 2'000;
 constexpr int kScanStages = 6;
@@ -213,7 +213,7 @@ int serial_bytes(const SerialPlan& plan) {
   return kScanStages * plan.stage_steps * kScanStepBytes<Scan>;
 }
 
-// Each multiprocessor has enough bytes on the way, and room for its blocks.
+// The stages of all blocks of a multiprocessor keep enough bytes in flight, and fit into its shared memory.
 template <class Scan>
 SerialPlan plan_serial(const Scan& scan, const DeviceInfo& device) {
   constexpr int64_t kRing = 128 << 10, kReserved = 8 << 10;
@@ -226,7 +226,8 @@ SerialPlan plan_serial(const Scan& scan, const DeviceInfo& device) {
   const int64_t chunks =
       (room < kRing ? room : kRing) / (blocks * kScanStages * kScanChunk<Scan> * kScanStepBytes<Scan>);
   const int64_t most =
-      scan.steps / (2 * kScanStages * kScanChunk<Scan>);  // so that the first stage is soon there
+      scan.steps /
+      (2 * kScanStages * kScanChunk<Scan>);  // so that short scans do not wait long for the first stage
   plan.stage_steps = static_cast<int>(larger<int64_t>(chunks < most ? chunks : most, 1)) * kScanChunk<Scan>;
   return plan;
 }

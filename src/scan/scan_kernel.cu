@@ -44,15 +44,13 @@ cudaError_t run_tiles(const Scan& scan, const ScanPlan& plan, void* workspace, c
   if (plan.blocks() > INT32_MAX) return cudaErrorInvalidConfiguration;
   const auto kernel = tiled_scan_kernel<Scan>;
   const int bytes = tile_shared_bytes<Scan>(plan.threads);
-  int of_multiprocessor = 0;
-  cudaError_t error = set_max_dynamic_shared(kernel, bytes);
-  if (error == cudaSuccess) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_multiprocessor, kernel, plan.threads, bytes);
-  }
   const int64_t link_bytes = Links::bytes(plan.groups, plan.tiles, plan.width);
+  cudaError_t error = set_max_dynamic_shared(kernel, bytes);
   if (error == cudaSuccess && link_bytes > 0) error = cudaMemsetAsync(workspace, 0xff, link_bytes, stream);
   if (error != cudaSuccess) return error;
-  const int64_t blocks = std::min<int64_t>(plan.blocks(), of_multiprocessor * device.multiprocessors);
+  // More blocks than run at once would be right, too: the last ones would find no tile left.
+  const int64_t at_once = int64_t{device.multiprocessors} * (device.shared_bytes / bytes);
+  const int64_t blocks = std::min(plan.blocks(), at_once);
   kernel<<<static_cast<unsigned>(blocks), plan.threads, bytes, stream>>>(
       scan, plan, Links::in(workspace, plan.groups, plan.tiles, plan.width), tile_vectors_of(scan, plan));
   return cudaGetLastError();

@@ -1,8 +1,9 @@
 // The scan of many channels: a thread runs all steps of one, and a block has 32 channels at a time.
 //
-// A step computes little, so memory sets the speed, and few channels have little of it on the way: 4096
-// channels are one block for each multiprocessor of an H200. So one warp of a block copies later steps to a
-// ring in shared memory, one runs the steps of a stage of it, and one writes the results of the stage before.
+// A step needs little arithmetic, so memory bandwidth limits the kernel. With few channels too few bytes are
+// in flight: 4096 channels are one block for each multiprocessor of an H200. So each block has three warps.
+// The producer copies later steps to the stages of a ring in shared memory, the consumer runs the steps of a
+// stage, and the third warp writes the results of the stage before.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -45,7 +46,7 @@ class SerialScan {
       next_ = (next_ + 1) % kScanStages;
       if (warp == 0) {
         copy_stage(first + int64_t{kAhead} * plan_.stage_steps, (stage + kAhead) % kScanStages);
-        cp_async_wait_group<kAhead - 1>();  // the next stage is here
+        cp_async_wait_group<kAhead - 1>();  // the next stage has arrived
       } else if (warp == 1) {
         if (0 <= first && first < scan_.steps && lane_ < channels_) run_stage(first, stage, state, was_reset);
       } else if (first >= plan_.stage_steps) {

@@ -14,8 +14,9 @@
 
 namespace lltm_ext {
 
-// How a tile lies in a buffer, in elements of one type. After a thread's steps there is room for one more, or
-// for four bytes, so that the threads of a warp use all banks.
+// The strides of a tile in shared memory, in elements of type E. A pad follows the steps of each thread, so
+// that the threads of a warp read from different banks: one step of all channels, or 4 bytes where adjacent
+// steps are neighbours.
 template <typename E, int kSteps>
 struct TileLayout {
   static constexpr int kPadding = sizeof(E) == 2 ? 2 : 1;
@@ -147,7 +148,7 @@ class TiledScan {
       if (thread_ == 0) shared_.taken[next] = ahead;
       ahead = take(i + 1);
       cp_async_wait_group<0>();
-      __syncthreads();  // the tile is here, and the one before it is written
+      __syncthreads();  // the tile has arrived, and the results of the one before it are written
       copy(next);
       if (i == 0) continue;
       const uint32_t number = shared_.taken[current];
