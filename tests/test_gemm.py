@@ -837,7 +837,8 @@ def test_the_library_multiplies_every_layout_with_bias_and_activation(name, layo
             assert_same_bits([gemm(a, b, bias=added, activation=activation, out=out)], [found])
     both = torch.ops.lltm_ext.gemm_forward(a, b, None, "silu", "tf32" if name == "tf32" else "ieee")
     assert_same_bits([both[0]], [gemm(a, b, activation="silu")])
-    assert_same_bits([both[1]], [gemm(a, b)])
+    # Where an activation costs a pass, another kernel may be faster than the library.
+    assert_near(both[1], gemm_reference(a.double(), b.double()), near_as(name))
 
 
 @needs_cuda
