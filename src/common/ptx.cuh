@@ -188,6 +188,12 @@ __device__ __forceinline__ void cp_async_wait_group() {
 
 // ---- shared memory
 
+// A block's dynamic shared memory.
+__device__ __forceinline__ float* dynamic_shared_floats() {
+  extern __shared__ __align__(16) float shared_floats[];
+  return shared_floats;
+}
+
 __device__ __forceinline__ uint32_t ld_shared(uint32_t address) {
   uint32_t x;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");

@@ -30,12 +30,4 @@ cudaError_t set_max_dynamic_shared(void (*kernel)(Parameters...), int bytes) {
   return set_max_dynamic_shared(reinterpret_cast<const void*>(kernel), bytes);
 }
 
-#ifdef __CUDACC__
-// A block's dynamic shared memory.
-__device__ __forceinline__ float* dynamic_shared_floats() {
-  extern __shared__ __align__(16) float shared_floats[];
-  return shared_floats;
-}
-#endif
-
 }  // namespace lltm_ext

@@ -82,8 +82,9 @@ class CellOp {
     }
     CellKernel which = {scalar_type_of<T>(), kBackward};
     if (plan.independent) {
-      return launch_independent(which, sequences.of[0],
-                                Segments<acc_t<T>>{plan.segment_steps, static_cast<acc_t<T>*>(maps)}, stream);
+      return launch_independent(
+          which, sequences.of[0],
+          Segments<acc_t<T>>{/*stage_steps=*/1, plan.segment_steps, static_cast<acc_t<T>*>(maps)}, stream);
     }
     if constexpr (std::is_same_v<T, float>) {
       if (plan.small_batch.rows > 0) {
@@ -159,10 +160,14 @@ class CellOp {
   cudaError_t launch_independent(CellKernel which, const Arguments& sequence,
                                  const Segments<typename Arguments::A>& segments, cudaStream_t stream) const {
     const int64_t batch = sequence.steps.batch, hidden = sequence.hidden;
+    DeviceInfo device;
+    if (const cudaError_t error = device_info(device); error != cudaSuccess) return error;
+    const int64_t step_bytes =
+        independent_step_bytes(shape(), independent_units(hidden), sizeof(typename Arguments::A));
     const auto run = [&](const char* part, int64_t blocks, int64_t count) {
       which.part = part;
       return run_independent_units(load_cell_kernel(program_, which), sequence, blocks, count, segments,
-                                   stream);
+                                   step_bytes, device, stream);
     };
     const int64_t blocks = independent_blocks(batch, hidden);
     which.independent_units = independent_units(hidden);

@@ -1,5 +1,6 @@
 // scan and its backward on CUDA: the launches.
 #include "common/device.cuh"
+#include "common/ptx.cuh"
 #include "common/shared_memory.h"
 #include "scan/serial.cuh"
 #include "scan/tiles.cuh"

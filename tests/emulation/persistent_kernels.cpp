@@ -594,17 +594,21 @@ class Kernels {
               blocks = static_cast<int>(independent_blocks(c_.batch, c_.hidden));
     Array<acc_t<T>> maps = unwritten<acc_t<T>>(size_t(count) * map_planes(kShape) * c_.batch * c_.hidden);
     constexpr bool kHasMaps = kIsAffine<Cell> || std::is_same_v<Arguments, SequenceBackwardArguments<T>>;
-    Segments<acc_t<T>> segments = {};
+    Segments<acc_t<T>> segments = {/*stage_steps=*/3};
+    const size_t ring = 3 * kRingStages * kIndependentThreads *
+                        independent_step_bytes(kShape, independent_units(c_.hidden), sizeof(acc_t<T>));
     if constexpr (kHasMaps && kShape.live_states() <= kMostMappedStates) {
-      if (c_.segment_steps > 0) segments = {c_.segment_steps, maps.data()};
+      if (c_.segment_steps > 0) {
+        segments.steps = c_.segment_steps, segments.maps = maps.data();
+      }
     }
     if (segments.maps) {
-      cuda_on_cpu::run({blocks, kIndependentThreads, 1, 0, std::max(count - 1, 1)},
+      cuda_on_cpu::run({blocks, kIndependentThreads, 1, ring, std::max(count - 1, 1)},
                        [&] { ReduceSegments<Map>(arguments, independent_thread()).run(segments); });
-      cuda_on_cpu::run({c_.batch * c_.hidden, kIndependentThreads, 1, 0},
+      cuda_on_cpu::run({c_.batch * c_.hidden, kIndependentThreads, 1, ring},
                        [&] { CombineSegments<OneUnit>(arguments, blockIdx.x).run(segments); });
     }
-    cuda_on_cpu::run({blocks, kIndependentThreads, 1, 0, segments.maps ? count : 1},
+    cuda_on_cpu::run({blocks, kIndependentThreads, 1, ring, segments.maps ? count : 1},
                      [&] { Units(arguments, independent_thread()).run(segments); });
   }
 

@@ -23,7 +23,7 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits> {
   }
 
   __device__ void run(const Segments<A>& segments) {
-    if (!Base::exists() || count() <= 0) return;  // the row's gradients stay what they are
+    if (!Base::begins(segments) || count() <= 0) return;  // the row's gradients stay what they are
     Base::run_segment(*this, segments);
   }
 
@@ -79,7 +79,8 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits> {
   template <class Step>
   __device__ __forceinline__ void for_inputs(int begin, int end, Step&& step) const {
     Base::template for_steps<Inputs>(
-        begin, end, [&](int n, Inputs& inputs) { load_inputs(range_.end - 1 - n, inputs); }, step);
+        begin, end, [&](int n, Inputs& inputs, const auto& f) { read_step(range_.end - 1 - n, inputs, f); },
+        step);
   }
 
   __device__ static void widen_saved(const Inputs& inputs, Saved& saved) {
@@ -112,18 +113,19 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits> {
   }
 
  private:
-  __device__ void load_inputs(int step, Inputs& inputs) const {
+  template <class F>
+  __device__ void read_step(int step, Inputs& inputs, const F& f) const {
     const int64_t row = Base::row_at(step);
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
-      inputs.saved[v] = Base::read(Base::saved_plane(args_.gates, args_.extra, row, v));
+      f(inputs.saved[v], Base::saved_plane(args_.gates, args_.extra, row, v));
     }
 #pragma unroll
     for (int k = 0; k < kStepInputs; ++k) {
-      inputs.steps[k] = Base::read(plane(args_.step_inputs, row, kStepInputs, k));
+      f(inputs.steps[k], plane(args_.step_inputs, row, kStepInputs, k));
     }
-    inputs.grad_output = args_.grad_output ? Base::read(plane(args_.grad_output, row, 1, 0)) : Values{};
-    inputs.lost = args_.resets().share(row);
+    if (args_.grad_output) f(inputs.grad_output, plane(args_.grad_output, row, 1, 0));
+    if (args_.reset) f(inputs.lost, args_.resets().share(row));
   }
 
   __device__ void store_step(int64_t row, const CellGradients<Cell, A> (&grads)[kUnits],

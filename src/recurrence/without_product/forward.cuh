@@ -21,7 +21,7 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits> {
   }
 
   __device__ void run(const Segments<A>& segments) {
-    if (Base::exists()) Base::run_segment(*this, segments);
+    if (Base::begins(segments)) Base::run_segment(*this, segments);
   }
 
   __device__ int count() const { return range_.end - range_.begin; }
@@ -52,7 +52,8 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits> {
   template <class Step>
   __device__ __forceinline__ void for_inputs(int begin, int end, Step&& step) const {
     Base::template for_steps<Inputs>(
-        begin, end, [&](int n, Inputs& inputs) { load_inputs(range_.begin + n, inputs); }, step);
+        begin, end, [&](int n, Inputs& inputs, const auto& f) { read_step(range_.begin + n, inputs, f); },
+        step);
   }
 
   __device__ void step(const Inputs& inputs, Saved& saved) {
@@ -91,17 +92,18 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits> {
     for (int s = 0; s < kStates; ++s) Base::store(state(states, s), [&](int u) { return states_[u][s]; });
   }
 
-  __device__ void load_inputs(int step, Inputs& inputs) const {
+  template <class F>
+  __device__ void read_step(int step, Inputs& inputs, const F& f) const {
     const int64_t row = Base::row_at(step);
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
-      inputs.projections[g] = Base::read(plane(args_.template projections<Cell>(), row, kGates, g));
+      f(inputs.projections[g], plane(args_.template projections<Cell>(), row, kGates, g));
     }
 #pragma unroll
     for (int k = 0; k < kStepInputs; ++k) {
-      inputs.steps[k] = Base::read(plane(args_.step_inputs, row, kStepInputs, k));
+      f(inputs.steps[k], plane(args_.step_inputs, row, kStepInputs, k));
     }
-    inputs.lost = args_.resets().share(row);
+    if (args_.reset) f(inputs.lost, args_.resets().share(row));
   }
 
   __device__ void store_step(int64_t row, const Saved& saved) const {

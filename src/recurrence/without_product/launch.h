@@ -3,6 +3,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
+#include "common/portable.h"
+#include "common/shared_memory.h"
 #include "recurrence/cell.h"
 #include "recurrence/without_product/shape.h"
 
@@ -11,12 +15,23 @@ namespace lltm_ext {
 // Runs a kernel (a __global__ function or a cudaKernel_t) with `blocks` of a warp for each segment.
 template <class Arguments>
 cudaError_t run_independent_units(const void* kernel, const Arguments& sequence, int64_t blocks,
-                                  int64_t segment_count, const Segments<typename Arguments::A>& segments,
-                                  cudaStream_t stream) {
+                                  int64_t segment_count, Segments<typename Arguments::A> segments,
+                                  int64_t step_bytes, const DeviceInfo& device, cudaStream_t stream) {
   if (sequence.steps.batch * sequence.hidden == 0) return cudaSuccess;
+  // The blocks of a multiprocessor share its memory. Rings of 48 KB keep enough bytes in flight. With more
+  // blocks than fit, stages of a group of steps (for_steps) do.
+  constexpr int64_t kMostBytes = 48 << 10, kMultiprocessorBytes = 192 << 10;
+  const int64_t stage_bytes = kRingStages * kIndependentThreads * step_bytes,
+                blocks_each = ceil_div(blocks * segment_count, int64_t{device.multiprocessors});
+  const int64_t share = clamped<int64_t>(kMultiprocessorBytes / blocks_each / stage_bytes, 4, 32);
+  segments.stage_steps = static_cast<int>(clamped<int64_t>(kMostBytes / stage_bytes, 1, share));
+  const int bytes = static_cast<int>(segments.stage_steps * stage_bytes);
+  const cudaError_t error = set_max_dynamic_shared(kernel, bytes);
+  if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(segment_count));
   config.blockDim = dim3(kIndependentThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = stream;
   const void* arguments[] = {&sequence, &segments};
   return cudaLaunchKernelExC(&config, kernel, const_cast<void**>(arguments));

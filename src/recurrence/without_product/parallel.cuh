@@ -133,7 +133,7 @@ class ReduceSegments : public Map {
   using Map::Map;
 
   __device__ void run(const Segments<A>& segments) {
-    if (!Map::exists()) return;
+    if (!Map::begins(segments)) return;
     const int segment = blockIdx.y, begin = segment * segments.steps, end = begin + segments.steps;
     if (end >= Map::count()) return;  // no segment follows
     // The first one starts from what the row does, so its result is all rest.
@@ -167,7 +167,7 @@ class CombineSegments : public Units {
   using Units::Units;
 
   __device__ void run(const Segments<A>& segments) {
-    if (!Units::exists() || Units::count() <= 0) return;
+    if (!Units::begins(segments) || Units::count() <= 0) return;
     const int lane = threadIdx.x, count = (Units::count() + segments.steps - 1) / segments.steps,
               each = (count + kLanes - 1) / kLanes, lanes = (count + each - 1) / each,
               begin = min(lane * each, count), end = min(begin + each, count);
@@ -216,7 +216,7 @@ class CombineSegments : public Units {
         planes.of[i] = Units::read(Units::map_plane(segments, segment, i));
       }
     };
-    Units::template for_steps<Planes>(begin, end, load, [&](int segment, const Planes& planes) {
+    Units::template for_loaded<Planes>(begin, end, load, [&](int segment, const Planes& planes) {
       Map map;
       for_carried([&](int u, int i) {
         map.rests[u][i] = planes.of[i].data[u];

@@ -17,8 +17,9 @@ LLTM_HOST_DEVICE constexpr int independent_units(int64_t hidden) { return hidden
 // replace the rests of its map.
 template <typename A>
 struct Segments {
-  int steps;  // of each; a row's last segment has the rest of its steps
-  A* maps;    // [segments, map_planes, B, H]; null: one thread runs all steps of a row
+  int stage_steps;  // of a stage of the ring that steps are copied to (IndependentUnits::for_steps)
+  int steps;        // of each; a row's last segment has the rest of its steps
+  A* maps;          // [segments, map_planes, B, H]; null: one thread runs all steps of a row
 };
 
 // The values that steps hand on: h and the states. A map from them to those after a segment has a rest for
@@ -27,6 +28,13 @@ LLTM_HOST_DEVICE constexpr int map_planes(const CellShape& cell) {
   return 1 + cell.states + cell.live_states() * cell.live_states();
 }
 constexpr int kMostMappedStates = 4;
+
+// What a step of a thread reads, at most, in bytes: values of the type of sums.
+constexpr int64_t independent_step_bytes(const CellShape& cell, int units, int value_bytes) {
+  const int most = cell.gates > cell.saved ? cell.gates : cell.saved;
+  return (at_least_one(most) + at_least_one(cell.step_inputs) + 2) * units * value_bytes;
+}
+constexpr int kRingStages = 4;
 
 // Threads that share the units of all rows.
 LLTM_HOST_DEVICE constexpr int64_t independent_threads(int64_t batch, int64_t hidden) {

@@ -4,11 +4,12 @@
 //
 // A step computes little, so memory sets the speed. Few rows make few threads: 16 rows of 512 units are 4096
 // pairs, about a warp for each multiprocessor of an H200. No other warp hides the latency of memory then, so
-// each thread has the loads of several steps in flight. Where even these threads are too few, others run
+// each thread copies many steps ahead to shared memory. Where even these threads are too few, others run
 // later steps at the same time (parallel.cuh).
 #pragma once
 
 #include "common/fast_math.cuh"
+#include "common/ptx.cuh"
 #include "common/vec.cuh"
 #include "recurrence/cell.h"
 #include "recurrence/without_product/shape.h"
@@ -73,10 +74,50 @@ class IndependentUnits {
     return {begin, min(end, has)};
   }
 
+  // Calls step(n, inputs) for n = begin, ..., end - 1. sources(n, inputs, f) calls f(value of inputs, where
+  // it is in memory) for what step n reads, and f(value, x) for a value that it computes. Stages of some
+  // steps are copied ahead to a ring in shared memory. Each thread has its own places there, so none waits
+  // for another.
+  template <class Inputs, class Sources, class Step>
+  __device__ __forceinline__ void for_steps(int begin, int end, const Sources& sources, Step&& step) const {
+    constexpr int kAhead = kRingStages - 1, kGroup = sizeof(Inputs) <= 48 ? 4 : 2;
+    const auto copy_stage = [&](int first, int stage) {
+      const int count = min(stage_steps_, end - first);
+#pragma unroll 4
+      for (int i = 0; i < count; ++i) {
+        Inputs inputs;
+        sources(first + i, inputs,
+                Ahead<Inputs>{{stage_place<Inputs>(stage) + i * kStepBytes<Inputs>, inputs}});
+      }
+      cp_async_commit_group();
+    };
+#pragma unroll
+    for (int stage = 0; stage < kAhead; ++stage) copy_stage(begin + stage * stage_steps_, stage);
+    for (int first = begin, stage = 0; first < end;
+         first += stage_steps_, stage = (stage + 1) % kRingStages) {
+      copy_stage(first + kAhead * stage_steps_, (stage + kAhead) % kRingStages);
+      cp_async_wait_group<kAhead>();
+      const char* const arrived = stage_place<Inputs>(stage);
+      const int count = min(stage_steps_, end - first);
+      for (int done = 0; done < count; done += kGroup) {
+        Inputs group[kGroup] = {};
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          const int n = min(done + i, count - 1);
+          sources(first + n, group[i], Arrived<Inputs>{{arrived + n * kStepBytes<Inputs>, group[i]}});
+        }
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          if (done + i < count) step(first + done + i, group[i]);
+        }
+      }
+    }
+  }
+
   // Calls step(n, inputs) for n = begin, ..., end - 1. A group of steps is computed while load(n, inputs) of
   // the next group is in flight. Both groups are in registers, so more values a step make smaller groups.
   template <class Inputs, class Load, class Step>
-  __device__ __forceinline__ static void for_steps(int begin, int end, Load&& load, Step&& step) {
+  __device__ __forceinline__ static void for_loaded(int begin, int end, Load&& load, Step&& step) {
     constexpr int kGroup = sizeof(Inputs) <= 24 ? 8 : sizeof(Inputs) <= 48 ? 4 : 2;
     if (begin >= end) return;
     Inputs next[kGroup];
@@ -95,6 +136,54 @@ class IndependentUnits {
         if (first + i < end) step(first + i, current[i]);
       }
     }
+  }
+
+  // A step's values in the ring: all threads have the first one, then all have the second one, and so on.
+  template <class Inputs>
+  struct RingStep {
+    const char* memory;
+    Inputs& inputs;
+
+    template <class V>
+    __device__ V* place(const V& value) const {
+      const auto offset = reinterpret_cast<const char*>(&value) - reinterpret_cast<const char*>(&inputs);
+      return reinterpret_cast<V*>(const_cast<char*>(memory) + offset * kIndependentThreads +
+                                  threadIdx.x * sizeof(V));
+    }
+  };
+  template <class Inputs>
+  struct Ahead : RingStep<Inputs> {
+    template <typename X>
+    __device__ void operator()(Vec<X, kUnits>& value, const X* from) const {
+      constexpr int kBytes = sizeof(value);
+      if constexpr (kBytes == 2) {
+        copy_to_shared<kBytes>(reinterpret_cast<uint16_t*>(this->place(value)),
+                               reinterpret_cast<const uint16_t*>(from));
+      } else {
+        copy_to_shared<kBytes>(this->place(value), reinterpret_cast<const Vec<X, kUnits>*>(from));
+      }
+    }
+    __device__ void operator()(A& value, A x) const { *this->place(value) = x; }
+  };
+  template <class Inputs>
+  struct Arrived : RingStep<Inputs> {
+    template <typename X>
+    __device__ void operator()(Vec<X, kUnits>& value, const X*) const {
+      value = *this->place(value);
+    }
+    __device__ void operator()(A& value, A) const { value = *this->place(value); }
+  };
+  template <class Inputs>
+  static constexpr int kStepBytes = sizeof(Inputs) * kIndependentThreads;
+  template <class Inputs>
+  __device__ char* stage_place(int stage) const {
+    return reinterpret_cast<char*>(dynamic_shared_floats()) + stage * stage_steps_ * kStepBytes<Inputs>;
+  }
+
+  // Returns whether the thread has units.
+  __device__ bool begins(const Segments<A>& segments) {
+    stage_steps_ = segments.stage_steps;
+    return exists();
   }
 
   __device__ int64_t row_at(int step) const { return order_.at(step).first + row_; }
@@ -169,6 +258,7 @@ class IndependentUnits {
   const int hidden_;
   int64_t row_;
   int unit_;  // the thread's first
+  int stage_steps_ = 1;
   CellInputs<Cell, A> in_[kUnits];
   A h_[kUnits] = {}, states_[kUnits][at_least_one(kStates)] = {};
 };

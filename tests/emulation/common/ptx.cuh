@@ -133,4 +133,8 @@ inline void mma_m16n8k8_tf32(float (&sum)[4], unsigned a0, unsigned a1, unsigned
 // Finite numbers only.
 inline unsigned cvt_rna_tf32(float x) { return (__float_as_uint(x) + 0x1000) & ~0x1fffu; }
 
+inline float* dynamic_shared_floats() {
+  return reinterpret_cast<float*>(cuda_on_cpu::current_block().memory());
+}
+
 }  // namespace lltm_ext

@@ -10,8 +10,4 @@ cudaError_t set_max_dynamic_shared(Kernel, int) {
   return cudaSuccess;
 }
 
-inline float* dynamic_shared_floats() {
-  return reinterpret_cast<float*>(cuda_on_cpu::current_block().memory());
-}
-
 }  // namespace lltm_ext
