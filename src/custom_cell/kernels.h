@@ -82,9 +82,8 @@ class CellOp {
     }
     CellKernel which = {scalar_type_of<T>(), kBackward};
     if (plan.independent) {
-      return launch_independent(
-          which, sequences.of[0],
-          Segments<acc_t<T>>{/*stage_steps=*/1, plan.segment_steps, static_cast<acc_t<T>*>(maps)}, stream);
+      return launch_independent(which, sequences.of[0],
+                                Segments<acc_t<T>>{plan.segment_steps, static_cast<acc_t<T>*>(maps)}, stream);
     }
     if constexpr (std::is_same_v<T, float>) {
       if (plan.small_batch.rows > 0) {

@@ -594,8 +594,9 @@ class Kernels {
               blocks = static_cast<int>(independent_blocks(c_.batch, c_.hidden));
     Array<acc_t<T>> maps = unwritten<acc_t<T>>(size_t(count) * map_planes(kShape) * c_.batch * c_.hidden);
     constexpr bool kHasMaps = kIsAffine<Cell> || std::is_same_v<Arguments, SequenceBackwardArguments<T>>;
-    Segments<acc_t<T>> segments = {/*stage_steps=*/3};
-    const size_t ring = 3 * kRingStages * kIndependentThreads *
+    Segments<acc_t<T>> segments = {};
+    segments.stage_steps = 3;
+    const size_t ring = segments.stage_steps * kRingStages * kIndependentThreads *
                         independent_step_bytes(kShape, independent_units(c_.hidden), sizeof(acc_t<T>));
     if constexpr (kHasMaps && kShape.live_states() <= kMostMappedStates) {
       if (c_.segment_steps > 0) {

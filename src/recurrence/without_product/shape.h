@@ -17,9 +17,9 @@ LLTM_HOST_DEVICE constexpr int independent_units(int64_t hidden) { return hidden
 // replace the rests of its map.
 template <typename A>
 struct Segments {
-  int stage_steps;  // of a stage of the ring that steps are copied to (IndependentUnits::for_steps)
-  int steps;        // of each; a row's last segment has the rest of its steps
-  A* maps;          // [segments, map_planes, B, H]; null: one thread runs all steps of a row
+  int steps;            // of each; a row's last segment has the rest of its steps
+  A* maps;              // [segments, map_planes, B, H]; null: one thread runs all steps of a row
+  int stage_steps = 1;  // of a stage of the ring (IndependentUnits::for_steps); the launch computes it
 };
 
 // The values that steps hand on: h and the states. A map from them to those after a segment has a rest for
