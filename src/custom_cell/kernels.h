@@ -157,19 +157,22 @@ class CellOp {
 
   template <class Arguments>
   cudaError_t launch_independent(CellKernel which, const Arguments& sequence,
-                                 const Segments<typename Arguments::A>& segments, cudaStream_t stream) const {
+                                 Segments<typename Arguments::A> segments, cudaStream_t stream) const {
     const int64_t batch = sequence.steps.batch, hidden = sequence.hidden;
     DeviceInfo device;
     if (const cudaError_t error = device_info(device); error != cudaSuccess) return error;
-    const int64_t step_bytes =
-        independent_step_bytes(shape(), independent_units(hidden), sizeof(typename Arguments::A));
+    constexpr int kValueBytes = sizeof(*sequence.gates);
+    which.independent_units = independent_units(batch, hidden, kValueBytes, segments.maps);
+    const int64_t threads = batch * (hidden / which.independent_units),
+                  step_bytes =
+                      independent_step_bytes(shape(), which.independent_units, sizeof(typename Arguments::A));
+    segments.ring.threads = static_cast<int>(std::min<int64_t>(threads, kIndependentThreads));
     const auto run = [&](const char* part, int64_t blocks, int64_t count) {
       which.part = part;
       return run_independent_units(load_cell_kernel(program_, which), sequence, blocks, count, segments,
                                    step_bytes, device, stream);
     };
-    const int64_t blocks = independent_blocks(batch, hidden);
-    which.independent_units = independent_units(hidden);
+    const int64_t blocks = ceil_div(threads, kIndependentThreads);
     if (!segments.maps) return run("", blocks, 1);
     const int64_t count = ceil_div(steps_of(sequence), segments.steps);
     cudaError_t error = run("reduce", blocks, count - 1);

@@ -203,7 +203,7 @@ inline SmallBatchTile small_batch_tile(const Problem& p, const DeviceInfo& devic
 inline int segment_steps(const Problem& p, const DeviceInfo& device) {
   constexpr int64_t kThreads = 256, kLeastSteps = 32, kGroup = 8, kLeastSegments = 4, kMostSegments = 65535;
   if (p.cell.live_states() > kMostMappedStates || !(p.backward || p.cell.affine)) return 0;
-  const int64_t threads = independent_threads(p.batch, p.hidden);
+  const int64_t threads = p.batch * (p.hidden / independent_units(p.batch, p.hidden, p.element_size, true));
   const int64_t wanted =
       threads == 0 ? 0 : std::min(device.multiprocessors * kThreads / threads, kMostSegments);
   if (wanted < kLeastSegments || p.steps < kLeastSegments * kLeastSteps) return 0;

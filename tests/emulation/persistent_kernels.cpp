@@ -579,10 +579,11 @@ class Kernels {
     return c_.segment_steps == 0 ? 1 : static_cast<int>((steps + c_.segment_steps - 1) / c_.segment_steps);
   }
 
+  int units_each() const { return independent_units(c_.batch, c_.hidden, sizeof(T), /*has_segments=*/true); }
   template <template <class, typename, int> class Units, template <class, typename, int> class Map,
             class Arguments>
   void launch_independent(const Arguments& arguments) const {
-    if (independent_units(c_.hidden) == 2) {
+    if (units_each() == 2) {
       launch_segments<Units<Cell, T, 2>, Map<Cell, T, 2>, Units<Cell, T, 1>>(arguments);
     } else {
       launch_segments<Units<Cell, T, 1>, Map<Cell, T, 1>, Units<Cell, T, 1>>(arguments);
@@ -591,13 +592,14 @@ class Kernels {
   template <class Units, class Map, class OneUnit, class Arguments>
   void launch_segments(const Arguments& arguments) const {
     const int count = segments_of(steps_of(arguments)),
-              blocks = static_cast<int>(independent_blocks(c_.batch, c_.hidden));
+              threads = static_cast<int>(c_.batch * c_.hidden / units_each()),
+              blocks = (threads + kIndependentThreads - 1) / kIndependentThreads;
     Array<acc_t<T>> maps = unwritten<acc_t<T>>(size_t(count) * map_planes(kShape) * c_.batch * c_.hidden);
     constexpr bool kHasMaps = kIsAffine<Cell> || std::is_same_v<Arguments, SequenceBackwardArguments<T>>;
     Segments<acc_t<T>> segments = {};
-    segments.stage_steps = 3;
-    const size_t ring = segments.stage_steps * kRingStages * kIndependentThreads *
-                        independent_step_bytes(kShape, independent_units(c_.hidden), sizeof(acc_t<T>));
+    segments.ring = {std::min(threads, kIndependentThreads), 3};
+    const size_t ring = segments.ring.stage_steps * kRingStages * segments.ring.threads *
+                        independent_step_bytes(kShape, units_each(), sizeof(acc_t<T>));
     if constexpr (kHasMaps && kShape.live_states() <= kMostMappedStates) {
       if (c_.segment_steps > 0) {
         segments.steps = c_.segment_steps, segments.maps = maps.data();

@@ -19,15 +19,13 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits> {
 
   __device__ IndependentBackward(const Arguments& arguments, int64_t thread)
       : Base(arguments.steps, arguments.hidden, arguments.parameters, thread), args_(arguments) {
-    if (Base::exists()) range_ = Base::steps_of_row(args_.begin, args_.end);
+    if (Base::exists()) Base::take_steps(args_.begin, args_.end, /*backward=*/true);
   }
 
   __device__ void run(const Segments<A>& segments) {
-    if (!Base::begins(segments) || count() <= 0) return;  // the row's gradients stay what they are
+    if (!Base::begins(segments) || Base::count() <= 0) return;  // the row's gradients stay what they are
     Base::run_segment(*this, segments);
   }
-
-  __device__ int count() const { return range_.end - range_.begin; }
 
   __device__ void load_carried() {
     if (args_.from_zeros) return;
@@ -59,12 +57,13 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits> {
   template <bool kStores>
   __device__ void run_steps(int begin, int end) {
     A sums[kUnits][at_least_one(kSums)] = {};
-    for_inputs(begin, end, [&](int n, const Inputs& inputs) {
+    const int64_t first = args_.first_row * args_.hidden;
+    for_inputs(begin, end, [&](int64_t at, const Inputs& inputs) {
       CellGradients<Cell, A> grads[kUnits];
       Saved saved;
       widen_saved(inputs, saved);
       step<kStores>(inputs, saved, grads);
-      if constexpr (kStores) store_step(Base::row_at(range_.end - 1 - n) - args_.first_row, grads, sums);
+      if constexpr (kStores) store_step(at - first, grads, sums);
     });
     if constexpr (kStores) {
       if (args_.grad_sums) add_sums(sums);
@@ -79,7 +78,7 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits> {
   template <class Step>
   __device__ __forceinline__ void for_inputs(int begin, int end, Step&& step) const {
     Base::template for_steps<Inputs>(
-        begin, end, [&](int n, Inputs& inputs, const auto& f) { read_step(range_.end - 1 - n, inputs, f); },
+        begin, end, [&](int n, int64_t at, Inputs& inputs, const auto& f) { read_step(n, at, inputs, f); },
         step);
   }
 
@@ -114,21 +113,20 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits> {
 
  private:
   template <class F>
-  __device__ void read_step(int step, Inputs& inputs, const F& f) const {
-    const int64_t row = Base::row_at(step);
+  __device__ void read_step(int n, int64_t at, Inputs& inputs, const F& f) const {
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
-      f(inputs.saved[v], Base::saved_plane(args_.gates, args_.extra, row, v));
+      f(inputs.saved[v], Base::saved_plane(args_.gates, args_.extra, at, v));
     }
 #pragma unroll
     for (int k = 0; k < kStepInputs; ++k) {
-      f(inputs.steps[k], plane(args_.step_inputs, row, kStepInputs, k));
+      f(inputs.steps[k], Base::plane_at(args_.step_inputs, at, kStepInputs, k));
     }
-    if (args_.grad_output) f(inputs.grad_output, plane(args_.grad_output, row, 1, 0));
-    if (args_.reset) f(inputs.lost, args_.resets().share(row));
+    if (args_.grad_output) f(inputs.grad_output, Base::plane_at(args_.grad_output, at, 1, 0));
+    if (args_.reset) f(inputs.lost, args_.resets().share(Base::row_of(n)));
   }
 
-  __device__ void store_step(int64_t row, const CellGradients<Cell, A> (&grads)[kUnits],
+  __device__ void store_step(int64_t at, const CellGradients<Cell, A> (&grads)[kUnits],
                              A (&sums)[kUnits][at_least_one(kSums)]) const {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
@@ -139,7 +137,7 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits> {
     }
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
-      Base::store(plane(args_.grad_gates, row, kGates, g), [&](int u) { return grads[u].x[g]; });
+      Base::store(Base::plane_at(args_.grad_gates, at, kGates, g), [&](int u) { return grads[u].x[g]; });
     }
   }
 
@@ -162,7 +160,6 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits> {
   }
 
   const Arguments& args_;
-  typename Base::Range range_ = {};
 };
 
 }  // namespace lltm_ext

@@ -17,14 +17,12 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits> {
 
   __device__ IndependentForward(const Arguments& arguments, int64_t thread)
       : Base(arguments.steps, arguments.hidden, arguments.parameters, thread), args_(arguments) {
-    if (Base::exists()) range_ = Base::steps_of_row(0, args_.steps.length);
+    if (Base::exists()) Base::take_steps(0, args_.steps.length, /*backward=*/false);
   }
 
   __device__ void run(const Segments<A>& segments) {
     if (Base::begins(segments)) Base::run_segment(*this, segments);
   }
-
-  __device__ int count() const { return range_.end - range_.begin; }
 
   __device__ void load_carried() { load_initial(h_, states_); }
   __device__ void store_carried() const {
@@ -36,10 +34,10 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits> {
   // Steps [begin, end) of the row.
   template <bool kStores>
   __device__ void run_steps(int begin, int end) {
-    for_inputs(begin, end, [&](int n, const Inputs& inputs) {
+    for_inputs(begin, end, [&](int64_t at, const Inputs& inputs) {
       Saved saved;
       step(inputs, saved);
-      if constexpr (kStores) store_step(Base::row_at(range_.begin + n), saved);
+      if constexpr (kStores) store_step(at, saved);
     });
   }
 
@@ -52,7 +50,7 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits> {
   template <class Step>
   __device__ __forceinline__ void for_inputs(int begin, int end, Step&& step) const {
     Base::template for_steps<Inputs>(
-        begin, end, [&](int n, Inputs& inputs, const auto& f) { read_step(range_.begin + n, inputs, f); },
+        begin, end, [&](int n, int64_t at, Inputs& inputs, const auto& f) { read_step(n, at, inputs, f); },
         step);
   }
 
@@ -93,29 +91,28 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits> {
   }
 
   template <class F>
-  __device__ void read_step(int step, Inputs& inputs, const F& f) const {
-    const int64_t row = Base::row_at(step);
+  __device__ void read_step(int n, int64_t at, Inputs& inputs, const F& f) const {
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
-      f(inputs.projections[g], plane(args_.template projections<Cell>(), row, kGates, g));
+      f(inputs.projections[g], Base::plane_at(args_.template projections<Cell>(), at, kGates, g));
     }
 #pragma unroll
     for (int k = 0; k < kStepInputs; ++k) {
-      f(inputs.steps[k], plane(args_.step_inputs, row, kStepInputs, k));
+      f(inputs.steps[k], Base::plane_at(args_.step_inputs, at, kStepInputs, k));
     }
-    if (args_.reset) f(inputs.lost, args_.resets().share(row));
+    if (args_.reset) f(inputs.lost, args_.resets().share(Base::row_of(n)));
   }
 
-  __device__ void store_step(int64_t row, const Saved& saved) const {
-    Base::store(plane(args_.output, row, 1, 0), [&](int u) { return h_[u]; });
+  __device__ void store_step(int64_t at, const Saved& saved) const {
+    Base::store(Base::plane_at(args_.output, at, 1, 0), [&](int u) { return h_[u]; });
     if constexpr (Base::kShape.has_output_apart()) {
-      Base::store(plane(args_.output_apart, row, 1, 0),
+      Base::store(Base::plane_at(args_.output_apart, at, 1, 0),
                   [&](int u) { return output_of<Cell>(h_[u], states_[u]); });
     }
     if (!args_.save) return;
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
-      Base::store(Base::saved_plane(args_.gates, args_.extra, row, v), [&](int u) { return saved[u][v]; });
+      Base::store(Base::saved_plane(args_.gates, args_.extra, at, v), [&](int u) { return saved[u][v]; });
     }
   }
 
@@ -132,7 +129,6 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits> {
   }
 
   const Arguments& args_;
-  typename Base::Range range_ = {};
 };
 
 }  // namespace lltm_ext

@@ -12,7 +12,8 @@
 
 namespace lltm_ext {
 
-// Runs a kernel (a __global__ function or a cudaKernel_t) with `blocks` of a warp for each segment.
+// Runs a kernel (a __global__ function or a cudaKernel_t) with `blocks` of a warp for each segment. The
+// caller sets segments.ring.threads.
 template <class Arguments>
 cudaError_t run_independent_units(const void* kernel, const Arguments& sequence, int64_t blocks,
                                   int64_t segment_count, Segments<typename Arguments::A> segments,
@@ -21,11 +22,11 @@ cudaError_t run_independent_units(const void* kernel, const Arguments& sequence,
   // The blocks of a multiprocessor share its memory. Rings of 48 KB keep enough bytes in flight. With more
   // blocks than fit, stages of a group of steps (for_steps) do.
   constexpr int64_t kMostBytes = 48 << 10, kMultiprocessorBytes = 192 << 10;
-  const int64_t stage_bytes = kRingStages * kIndependentThreads * step_bytes,
+  const int64_t stage_bytes = kRingStages * segments.ring.threads * step_bytes,
                 blocks_each = ceil_div(blocks * segment_count, int64_t{device.multiprocessors});
   const int64_t share = clamped<int64_t>(kMultiprocessorBytes / blocks_each / stage_bytes, 4, 32);
-  segments.stage_steps = static_cast<int>(clamped<int64_t>(kMostBytes / stage_bytes, 1, share));
-  const int bytes = static_cast<int>(segments.stage_steps * stage_bytes);
+  segments.ring.stage_steps = static_cast<int>(clamped<int64_t>(kMostBytes / stage_bytes, 1, share));
+  const int bytes = static_cast<int>(segments.ring.stage_steps * stage_bytes);
   const cudaError_t error = set_max_dynamic_shared(kernel, bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config = {};

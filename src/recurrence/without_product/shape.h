@@ -9,17 +9,29 @@ namespace lltm_ext {
 // A block is a warp, so that a few thousand threads still spread over all multiprocessors.
 constexpr int kIndependentThreads = 32;
 
-// Adjacent units of a thread: two where every row of H is aligned to a pair.
-LLTM_HOST_DEVICE constexpr int independent_units(int64_t hidden) { return hidden % 2 == 0 ? 2 : 1; }
+// Adjacent units of a thread: two where every row of H is aligned to a pair. But if one thread runs all steps
+// of few units, they spread over twice as many warps one by one, unless they are of 2 bytes, for which
+// cp.async has no copy.
+constexpr int independent_units(int64_t batch, int64_t hidden, int value_bytes, bool has_segments) {
+  constexpr int64_t kFewUnits = 1 << 16;
+  const bool pairs = value_bytes == 2 || has_segments || batch * hidden >= kFewUnits;
+  return hidden % 2 == 0 && pairs ? 2 : 1;
+}
+
+// The steps that a block copies ahead (IndependentUnits::for_steps).
+struct StepRing {
+  int threads;      // of a block, that have units, at most
+  int stage_steps;  // of a stage
+};
 
 // A segment is some successive steps of a row, in the order in which a kernel computes them. Segments run in
 // parallel (parallel.cuh): blockIdx.y is the segment. Before they do, the values that each one starts from
 // replace the rests of its map.
 template <typename A>
 struct Segments {
-  int steps;            // of each; a row's last segment has the rest of its steps
-  A* maps;              // [segments, map_planes, B, H]; null: one thread runs all steps of a row
-  int stage_steps = 1;  // of a stage of the ring (IndependentUnits::for_steps); the launch computes it
+  int steps;  // of each; a row's last segment has the rest of its steps
+  A* maps;    // [segments, map_planes, B, H]; null: one thread runs all steps of a row
+  StepRing ring = {};
 };
 
 // The values that steps hand on: h and the states. A map from them to those after a segment has a rest for
@@ -35,13 +47,5 @@ constexpr int64_t independent_step_bytes(const CellShape& cell, int units, int v
   return (at_least_one(most) + at_least_one(cell.step_inputs) + 2) * units * value_bytes;
 }
 constexpr int kRingStages = 4;
-
-// Threads that share the units of all rows.
-LLTM_HOST_DEVICE constexpr int64_t independent_threads(int64_t batch, int64_t hidden) {
-  return batch * (hidden / independent_units(hidden));
-}
-LLTM_HOST_DEVICE constexpr int64_t independent_blocks(int64_t batch, int64_t hidden) {
-  return ceil_div(independent_threads(batch, hidden), kIndependentThreads);
-}
 
 }  // namespace lltm_ext

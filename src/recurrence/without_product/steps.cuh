@@ -55,60 +55,73 @@ class IndependentUnits {
 
   __device__ bool exists() const { return row_ < order_.batch; }
 
-  // Which of steps [begin, end) have the thread's row: a packed sequence's last time steps may lack it.
-  struct Range {
-    int begin, end;
-  };
-  __device__ Range steps_of_row(int begin, int end) const {
-    if (!order_.first_rows) return {begin, end};
-    int has = 0, lacks = order_.length;  // the first `has` time steps have the row
-    while (has < lacks) {
-      const int t = (has + lacks) / 2;
-      if (order_.first_rows[t + 1] - order_.first_rows[t] > row_) {
-        has = t + 1;
+  // Of steps [begin, end), those that the thread has: a packed sequence's last time steps may lack its row.
+  // The kernel computes them from the first one or, backward, from the last one.
+  __device__ void take_steps(int begin, int end, bool backward) {
+    if (order_.first_rows) {
+      int has = 0, lacks = order_.length;  // the first `has` time steps have the row
+      while (has < lacks) {
+        const int t = (has + lacks) / 2;
+        if (order_.first_rows[t + 1] - order_.first_rows[t] > row_) {
+          has = t + 1;
+        } else {
+          lacks = t;
+        }
+      }
+      if (order_.reverse) {
+        begin = max(begin, order_.length - has);
       } else {
-        lacks = t;
+        end = min(end, has);
       }
     }
-    if (order_.reverse) return {max(begin, order_.length - has), end};
-    return {begin, min(end, has)};
+    count_ = end - begin;
+    const int first = backward ? end - 1 : begin;
+    first_time_ = order_.reverse ? order_.length - 1 - first : first;
+    time_step_ = order_.reverse == backward ? 1 : -1;
+    stride_ = int64_t{time_step_} * order_.batch * hidden_;
   }
+  __device__ int count() const { return count_; }
 
-  // Calls step(n, inputs) for n = begin, ..., end - 1. sources(n, inputs, f) calls f(value of inputs, where
-  // it is in memory) for what step n reads, and f(value, x) for a value that it computes. Stages of some
-  // steps are copied ahead to a ring in shared memory. Each thread has its own places there, so none waits
-  // for another.
+  // Calls step(at, inputs) for n = begin, ..., end - 1 of the thread's steps, where `at` is the place of the
+  // step's row in [N, H]. sources(n, at, inputs, f) calls f(value of inputs, where it is in memory) for what
+  // the step reads, and f(value, x) for a value that it computes. Stages of some steps are copied ahead to a
+  // ring in shared memory. Each thread has its own places there, so none waits for another.
   template <class Inputs, class Sources, class Step>
   __device__ __forceinline__ void for_steps(int begin, int end, const Sources& sources, Step&& step) const {
     constexpr int kAhead = kRingStages - 1, kGroup = sizeof(Inputs) <= 48 ? 4 : 2;
     const auto copy_stage = [&](int first, int stage) {
-      const int count = min(stage_steps_, end - first);
+      const int count = min(ring_.stage_steps, end - first);
+      int64_t at = 0;
 #pragma unroll 4
       for (int i = 0; i < count; ++i) {
+        at = i == 0 ? row_of(first) * hidden_ : next_row(at, first + i);
         Inputs inputs;
-        sources(first + i, inputs,
-                Ahead<Inputs>{{stage_place<Inputs>(stage) + i * kStepBytes<Inputs>, inputs}});
+        sources(first + i, at, inputs, Ahead<Inputs>{{step_place<Inputs>(stage, i), ring_.threads, inputs}});
       }
       cp_async_commit_group();
     };
 #pragma unroll
-    for (int stage = 0; stage < kAhead; ++stage) copy_stage(begin + stage * stage_steps_, stage);
+    for (int stage = 0; stage < kAhead; ++stage) copy_stage(begin + stage * ring_.stage_steps, stage);
+    int64_t at = begin < end ? row_of(begin) * hidden_ : 0;
     for (int first = begin, stage = 0; first < end;
-         first += stage_steps_, stage = (stage + 1) % kRingStages) {
-      copy_stage(first + kAhead * stage_steps_, (stage + kAhead) % kRingStages);
+         first += ring_.stage_steps, stage = (stage + 1) % kRingStages) {
+      copy_stage(first + kAhead * ring_.stage_steps, (stage + kAhead) % kRingStages);
       cp_async_wait_group<kAhead>();
-      const char* const arrived = stage_place<Inputs>(stage);
-      const int count = min(stage_steps_, end - first);
+      const int count = min(ring_.stage_steps, end - first);
       for (int done = 0; done < count; done += kGroup) {
         Inputs group[kGroup] = {};
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) {
           const int n = min(done + i, count - 1);
-          sources(first + n, group[i], Arrived<Inputs>{{arrived + n * kStepBytes<Inputs>, group[i]}});
+          sources(first + n, at, group[i],
+                  Arrived<Inputs>{{step_place<Inputs>(stage, n), ring_.threads, group[i]}});
         }
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) {
-          if (done + i < count) step(first + done + i, group[i]);
+          const int n = first + done + i;
+          if (done + i >= count) continue;
+          step(at, group[i]);
+          if (n + 1 < end) at = next_row(at, n + 1);
         }
       }
     }
@@ -141,14 +154,14 @@ class IndependentUnits {
   // A step's values in the ring: all threads have the first one, then all have the second one, and so on.
   template <class Inputs>
   struct RingStep {
-    const char* memory;
+    char* memory;
+    int threads;
     Inputs& inputs;
 
     template <class V>
     __device__ V* place(const V& value) const {
       const auto offset = reinterpret_cast<const char*>(&value) - reinterpret_cast<const char*>(&inputs);
-      return reinterpret_cast<V*>(const_cast<char*>(memory) + offset * kIndependentThreads +
-                                  threadIdx.x * sizeof(V));
+      return reinterpret_cast<V*>(memory + offset * threads + threadIdx.x * sizeof(V));
     }
   };
   template <class Inputs>
@@ -174,33 +187,45 @@ class IndependentUnits {
     __device__ void operator()(A& value, A) const { value = *this->place(value); }
   };
   template <class Inputs>
-  static constexpr int kStepBytes = sizeof(Inputs) * kIndependentThreads;
-  template <class Inputs>
-  __device__ char* stage_place(int stage) const {
-    return reinterpret_cast<char*>(dynamic_shared_floats()) + stage * stage_steps_ * kStepBytes<Inputs>;
+  __device__ char* step_place(int stage, int step) const {
+    return reinterpret_cast<char*>(dynamic_shared_floats()) +
+           (stage * ring_.stage_steps + step) * ring_.threads * sizeof(Inputs);
   }
 
   // Returns whether the thread has units.
   __device__ bool begins(const Segments<A>& segments) {
-    stage_steps_ = segments.stage_steps;
+    ring_ = segments.ring;
     return exists();
   }
 
-  __device__ int64_t row_at(int step) const { return order_.at(step).first + row_; }
+  // The row of the thread's step n, and its place in [N, H], given that of the step before.
+  __device__ int64_t row_of(int n) const {
+    const int time = first_time_ + n * time_step_;
+    return (order_.first_rows ? order_.first_rows[time] : int64_t{time} * order_.batch) + row_;
+  }
+  __device__ int64_t next_row(int64_t before, int n) const {
+    return order_.first_rows ? row_of(n) * hidden_ : before + stride_;
+  }
 
-  // Where the thread's units are in [rows, planes, H], and in [S, B, H].
+  // Where the thread's units are in [rows, planes, H], given the row's place in [rows, H]; in that array,
+  // given the row; and in [S, B, H].
+  template <typename X>
+  __device__ X* plane_at(X* base, int64_t at, int planes, int plane) const {
+    return base + at * planes + (int64_t{plane} * hidden_ + unit_);
+  }
   template <typename X>
   __device__ X* plane(X* base, int64_t row, int planes, int plane) const {
-    return base + (row * planes + plane) * hidden_ + unit_;
+    return plane_at(base, row * hidden_, planes, plane);
   }
   template <typename X>
   __device__ X* state(X* base, int state) const {
     return plane(base, int64_t{state} * order_.batch + row_, 1, 0);
   }
-  // Where saved value v of a row is.
+  // Where saved value v of a step is.
   template <typename X>
-  __device__ X* saved_plane(X* gates, X* extra, int64_t row, int v) const {
-    return v < kSavedInGates ? plane(gates, row, kGates, v) : plane(extra, row, kExtra, v - kSavedInGates);
+  __device__ X* saved_plane(X* gates, X* extra, int64_t at, int v) const {
+    return v < kSavedInGates ? plane_at(gates, at, kGates, v)
+                             : plane_at(extra, at, kExtra, v - kSavedInGates);
   }
 
   template <typename X>
@@ -256,9 +281,11 @@ class IndependentUnits {
 
   const StepOrder& order_;
   const int hidden_;
-  int64_t row_;
-  int unit_;  // the thread's first
-  int stage_steps_ = 1;
+  int64_t row_;  // in the batch
+  int unit_;     // the thread's first
+  int count_ = 0, first_time_, time_step_;
+  int64_t stride_;  // from one step's row to the next in [N, H], if all steps have the batch
+  StepRing ring_ = {};
   CellInputs<Cell, A> in_[kUnits];
   A h_[kUnits] = {}, states_[kUnits][at_least_one(kStates)] = {};
 };
