@@ -69,15 +69,24 @@ __device__ __forceinline__ void publish(F* to, const F& f) {
   }
 }
 
-// The functions one after the other, composed as a tree. It replaces them.
+// The tiles of a segment before the last one, composed as far as a tree of all eight does.
 template <class F>
-__device__ __forceinline__ F composed(F (&parts)[kSegmentTiles]) {
-#pragma unroll
-  for (int count = kSegmentTiles / 2; count > 0; count /= 2) {
-#pragma unroll
-    for (int i = 0; i < count; ++i) parts[i] = then(parts[2 * i], parts[2 * i + 1]);
-  }
-  return parts[0];
+struct SegmentStart {
+  F four, two, one;
+
+  SegmentStart() = default;
+  __device__ __forceinline__ explicit SegmentStart(const F (&tiles)[kSegmentTiles])
+      : four(then(then(tiles[0], tiles[1]), then(tiles[2], tiles[3]))),
+        two(then(tiles[4], tiles[5])),
+        one(tiles[6]) {}
+  __device__ __forceinline__ F with(const F& last) const { return then(four, then(two, then(one, last))); }
+};
+static_assert(kSegmentTiles == 8);
+
+// The functions of a segment one after the other.
+template <class F>
+__device__ __forceinline__ F composed(const F (&tiles)[kSegmentTiles]) {
+  return SegmentStart<F>(tiles).with(tiles[kSegmentTiles - 1]);
 }
 
 // Of a block with some number of threads: [segments, width], and [width].
@@ -133,10 +142,7 @@ class LookBack {
   // it.
   __device__ __forceinline__ void publish_state(const F& part) {
     if (tile_ % kSegmentTiles != kSegmentTiles - 1) return;
-    F parts[kSegmentTiles];
-#pragma unroll
-    for (int i = 0; i < kSegmentTiles; ++i) parts[i] = i + 1 < kSegmentTiles ? own_parts_[i] : part;
-    const F whole = composed(parts);
+    const F whole = start_.with(part);
     const State state = is_reliable(whole) ? apply(whole, base_) : apply(part, in_turn(0, base_));
     lltm_ext::publish(after_ + tile_ / kSegmentTiles * width_, F::constant(state));
   }
@@ -158,10 +164,9 @@ class LookBack {
           has_parts = read_published(parts_ + (first + i) * width_, parts[i]) && has_parts;
       }
     } while (!has_parts || (must_know && !is_known));
-#pragma unroll
-    for (int i = 0; i < kSegmentTiles - 1; ++i) own_parts_[i] = parts[i];
+    start_ = SegmentStart<F>(parts);
     const int at = row_ * width_ + column_;
-    shared_.segments[at] = composed(parts);
+    shared_.segments[at] = start_.with(parts[kSegmentTiles - 1]);
     shared_.states[at] = state.b;
     shared_.is_known[at] = is_known;
   }
@@ -195,8 +200,8 @@ class LookBack {
   F *const parts_, *const after_;
   const int64_t tile_;
   const int width_, row_, column_;
-  State base_ = {};                 // before the tile's segment
-  F own_parts_[kSegmentTiles - 1];  // of that segment, in row 0
+  State base_ = {};        // before the tile's segment
+  SegmentStart<F> start_;  // of that segment, in row 0
 };
 
 }  // namespace lltm_ext

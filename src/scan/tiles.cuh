@@ -1,10 +1,10 @@
 // The scan of few channels: time is divided too.
 //
-// A block takes tiles of some channels and steps, one after the other, and copies the next one to shared
-// memory while it runs one. Each of its threads has some successive steps of one channel. The thread first
-// reduces its steps to an affine function of the state before them. The block combines these functions into
-// the tile's, finds the state before the tile (look_back.cuh), and from it the one before each thread's
-// steps. Then the threads run their steps.
+// A block takes tiles of some channels and steps, one after the other, and copies each to shared memory.
+// While it waits, other blocks of the multiprocessor run theirs. Each of its threads has some successive
+// steps of one channel. The thread first reduces its steps to an affine function of the state before them.
+// The block combines these functions into the tile's, finds the state before the tile (look_back.cuh), and
+// from it the one before each thread's steps. Then the threads run their steps.
 //
 // Where coefficients grow, or are not finite, a function may lose what a loop over the steps would find. In
 // such a tile the threads run their steps one after the other, and later tiles see the state after it.
@@ -52,34 +52,31 @@ struct TileBuffer {
         h(b + LayoutOfB::elements(threads)) {}
 };
 
-constexpr int kTileBuffers = 2;
-
-// The shared memory of a block, besides the buffers.
+// The shared memory of a block, besides the buffer.
 template <class Scan>
 struct TileShared {
   using F = Affine<wide_t<Scan>>;
   F* units;             // [units, width]: units of rows as functions
   wide_t<Scan>* state;  // [width]: where threads take turns
   LookBackShared<F> look_back;
-  unsigned* taken;  // [kTileBuffers]: the tiles in the buffers
+  uint32_t* number;  // of the block's tile
 
   LLTM_HOST_DEVICE static int bytes(int threads) {
     const int of_all = threads * static_cast<int>(sizeof(F) + sizeof(wide_t<Scan>)) +
-                       threads * LookBackShared<F>::kBytes +
-                       kTileBuffers * static_cast<int>(sizeof(unsigned));
+                       threads * LookBackShared<F>::kBytes + static_cast<int>(sizeof(*number));
     return static_cast<int>(ceil_div(of_all, 16)) * 16;
   }
   __device__ __forceinline__ TileShared(char* memory, int threads)
       : units(reinterpret_cast<F*>(memory)),
         state(reinterpret_cast<wide_t<Scan>*>(units + threads)),
         look_back(reinterpret_cast<char*>(state + threads), threads),
-        taken(reinterpret_cast<unsigned*>(reinterpret_cast<char*>(state + threads) +
-                                          threads * LookBackShared<F>::kBytes)) {}
+        number(reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(state + threads) +
+                                           threads * LookBackShared<F>::kBytes)) {}
 };
 
 template <class Scan>
 int tile_shared_bytes(int threads) {
-  return TileShared<Scan>::bytes(threads) + kTileBuffers * TileBuffer<Scan>::bytes(threads);
+  return TileShared<Scan>::bytes(threads) + TileBuffer<Scan>::bytes(threads);
 }
 
 // shared_bytes: the most that a block may have.
@@ -117,6 +114,7 @@ class TiledScan {
   using Place = TilePlace<Scan>;
   using Buffer = TileBuffer<Scan>;
   static constexpr int kSteps = kScanSteps<Scan>;
+  static constexpr uint32_t kNone = ~uint32_t{0};  // plus the number of blocks, it is the first tile
 
  public:
   // memory: tile_shared_bytes.
@@ -129,7 +127,7 @@ class TiledScan {
         blocks_(blocks),
         tiles_(static_cast<uint32_t>(plan.blocks())),
         shared_(memory, plan.threads),
-        buffers_(memory + TileShared<Scan>::bytes(plan.threads)),
+        buffer_(memory + TileShared<Scan>::bytes(plan.threads), plan.threads),
         of_a_(plan),
         of_b_(plan),
         thread_(static_cast<int>(threadIdx.x)),
@@ -142,31 +140,29 @@ class TiledScan {
   }
 
   __device__ __forceinline__ void run() {
-    uint32_t ahead = take(0);
-    for (uint32_t i = 0;; ++i) {  // runs the tile before the i-th one that it takes
-      const int next = i % kTileBuffers, current = (i + 1) % kTileBuffers;
-      if (thread_ == 0) shared_.taken[next] = ahead;
-      ahead = take(i + 1);
-      cp_async_wait_group<0>();
-      __syncthreads();  // the tile has arrived, and the results of the one before it are written
-      copy(next);
-      if (i == 0) continue;
-      const uint32_t number = shared_.taken[current];
+    take();
+    for (;;) {
+      if (thread_ == 0) *shared_.number = taken_;
+      __syncthreads();  // and the results of the tile before are written
+      const uint32_t number = *shared_.number;
       if (number >= tiles_) return;
-      run_tile(number, buffer_at(current));
+      const Place place = place_of(number);
+      copy(place);
+      cp_async_commit_group();
+      cp_async_wait_group<0>();
+      __syncthreads();
+      run_tile(place);
     }
   }
 
  private:
   // Blocks take tiles in the order in which they have to be run, so all tiles that a block waits for are
-  // taken.
-  __device__ __forceinline__ uint32_t take(uint32_t i) const {
-    if (plan_.tiles == 1) return blockIdx.x + i * blocks_;
-    return thread_ == 0 ? atomicAdd(links_.started, 1u) + 1 : 0;
-  }
-
-  __device__ __forceinline__ Buffer buffer_at(int i) const {
-    return {buffers_ + i * Buffer::bytes(plan_.threads), plan_.threads};
+  // taken. Thread 0 knows which.
+  __device__ __forceinline__ void take() {
+    if (thread_ > 0) return;
+    taken_ = plan_.tiles > 1   ? atomicAdd(links_.started, 1u) + 1
+             : taken_ == kNone ? blockIdx.x
+                               : taken_ + blocks_;
   }
 
   __device__ __forceinline__ Place place_of(uint32_t number) const {
@@ -208,19 +204,12 @@ class TiledScan {
     }
   }
 
-  // Starts to copy the tile of a buffer, if there is one.
-  __device__ __forceinline__ void copy(int buffer) const {
-    const uint32_t number = shared_.taken[buffer];
-    if (number < tiles_) {
-      const Place place = place_of(number);
-      const Buffer to = buffer_at(buffer);
-      copy(place, to.a, of_a_, place.channel.a, scan_.a, vectors_.a, -static_cast<int>(Scan::kBackward));
-      copy(place, to.b, of_b_, place.channel.b, scan_.b, vectors_.b, 0);
-      if (Scan::kBackward && place.channel.h) {
-        copy(place, to.h, of_b_, place.channel.h, scan_.h, vectors_.h, 1);
-      }
+  __device__ __forceinline__ void copy(const Place& place) const {
+    copy(place, buffer_.a, of_a_, place.channel.a, scan_.a, vectors_.a, -static_cast<int>(Scan::kBackward));
+    copy(place, buffer_.b, of_b_, place.channel.b, scan_.b, vectors_.b, 0);
+    if (Scan::kBackward && place.channel.h) {
+      copy(place, buffer_.h, of_b_, place.channel.h, scan_.h, vectors_.h, 1);
     }
-    cp_async_commit_group();
   }
 
   // later: how many steps later than those of the tile the elements are.
@@ -316,8 +305,7 @@ class TiledScan {
     return h;
   }
 
-  __device__ __forceinline__ void run_tile(uint32_t number, const Buffer& buffer) {
-    const Place place = place_of(number);
+  __device__ __forceinline__ void run_tile(const Place& place) {
     const int width = plan_.width, in_tile = row_ * kSteps;
     const int64_t first = place.first_step + in_tile;
     const int count = column_ < place.channels ? clamped(place.steps - in_tile, 0, kSteps) : 0;
@@ -325,8 +313,8 @@ class TiledScan {
     const uint64_t resets = resets_at(x, first, count);
     const uint64_t forgets =
         (Scan::kBackward ? resets | (first == 0) : resets >> 1) & ((uint64_t{1} << count) - 1);
-    C* const a = buffer.a + of_a_.at(column_, in_tile);
-    T *const b = buffer.b + of_b_.at(column_, in_tile), *const h = buffer.h + of_b_.at(column_, in_tile);
+    C* const a = buffer_.a + of_a_.at(column_, in_tile);
+    T *const b = buffer_.b + of_b_.at(column_, in_tile), *const h = buffer_.h + of_b_.at(column_, in_tile);
     const int64_t last = scan_.steps - 1 - first;  // which of the thread's steps is the last of all
     if (count < kSteps) fill(a, b, count);
     if (Scan::kBackward && x.h && 0 <= last && last < count) h[last * of_b_.step] = scan_.before_all(x);
@@ -367,6 +355,7 @@ class TiledScan {
     if (is_head && has_next && !in_turn) look_back.publish(whole);
     W state = to_wide(scan_.before_first(place.channel));
     if (place.tile > 0) state = look_back.before(state, depth_);
+    take();  // while the tile's steps run
     if (!in_turn) {
       if (is_head && has_next) look_back.publish_state(whole);
 #pragma unroll 1
@@ -392,9 +381,9 @@ class TiledScan {
       look_back.publish(whole_state);
       look_back.publish_state(whole_state);
     }
-    write(place, buffer.b, of_b_, place.channel.result, scan_.result, vectors_.result);
+    write(place, buffer_.b, of_b_, place.channel.result, scan_.result, vectors_.result);
     if (Scan::kBackward && place.channel.h) {
-      write(place, buffer.a, of_a_, place.channel.grad_a, scan_.grad_a, vectors_.grad_a);
+      write(place, buffer_.a, of_a_, place.channel.grad_a, scan_.grad_a, vectors_.grad_a);
     }
   }
 
@@ -404,10 +393,11 @@ class TiledScan {
   const ScanVectors& vectors_;
   const uint32_t blocks_, tiles_;  // how many there are
   const TileShared<Scan> shared_;
-  char* const buffers_;
+  const Buffer buffer_;
   const TileLayout<C, kSteps> of_a_;
   const TileLayout<T, kSteps> of_b_;
   const int thread_, rows_, row_, column_;
+  uint32_t taken_ = kNone;
   int depth_;  // LookBack::before
 };
 
