@@ -21,9 +21,10 @@ struct Chunk {
   int64_t begin, end;
 };
 
-// Four chunks keep only a quarter of all gate gradients in memory. More chunks, or smaller ones, would make
-// the products smaller, take more launches and round half-type sums more often.
-std::vector<Chunk> chunks_of(const std::vector<RowRange>& steps, int64_t total_rows) {
+// One if no products follow. Four chunks keep only a quarter of all gate gradients in memory. More chunks, or
+// smaller ones, would make the products smaller, take more launches and round half-type sums more often.
+std::vector<Chunk> chunks_of(const RowsOfSteps& steps, int64_t total_rows, bool has_products) {
+  if (!has_products && steps.size() > 0) return {{0, steps.size(), 0, total_rows}};
   const int64_t min_rows = std::max<int64_t>(8192, (total_rows + 3) / 4);
   std::vector<Chunk> chunks;
   for (size_t k = 0; k < steps.size(); ++k) {
@@ -42,7 +43,7 @@ std::vector<Chunk> chunks_of(const std::vector<RowRange>& steps, int64_t total_r
 // what a reset to zeros took of it). Only dense sequences may lack h0, which then is zeros.
 void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, const at::Tensor& grad_gates,
                             const at::Tensor& output, const at::Tensor& h0, const at::Tensor& reset,
-                            const std::vector<RowRange>& steps, const Chunk& chunk) {
+                            const RowsOfSteps& steps, const Chunk& chunk) {
   struct Run {
     int64_t row;  // the first row in grad_gates
     const at::Tensor* source;
@@ -127,7 +128,7 @@ struct DirectionGradients {
   OptionalTensor grad_output;
   at::Tensor output, gates, extra;  // [N, ...]
   at::Tensor h0;                    // undefined for zeros before a dense sequence
-  std::vector<RowRange> steps;
+  RowsOfSteps steps;
   std::vector<Chunk> chunks;
   // The gradients after a chunk's steps, replaced by those before them: [B, H]; [B, H] if the cell reads h;
   // [S, B, H]. They start as zeros, which have not been written if `are_unset`.
@@ -150,7 +151,7 @@ struct DirectionGradients {
         extra(aligned(flatten_rows(given.extra))),
         h0(inputs.reset.defined() ? contiguous_or_none(inputs.h0) : inputs.h0),
         steps(sizes.steps(inputs.reverse)),
-        chunks(chunks_of(steps, output.size(0))),
+        chunks(chunks_of(steps, output.size(0), shape.recurrent || inputs.weight_ih.defined())),
         parameters(aligned(inputs.parameters)),
         step_inputs(step_inputs_of_units(shape, inputs.step_inputs, sizes.hidden)),
         reset(contiguous_or_none(inputs.reset)) {

@@ -1,5 +1,6 @@
 // Sequences of a cell forward, in one direction or two.
 #include <ATen/OpMathType.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
 #include "custom_cell/custom_cell.h"
@@ -14,6 +15,9 @@ struct Outputs {
   at::Tensor gates;  // [..., G * H] at first the input's projections; then, if saved and the cell is not
                      // wide, what backward needs. If it is not overwritten, it may be the input
   at::Tensor extra;  // [..., E * H] what else backward needs, or undefined
+  // Of a cell without a product: the input, which all steps read in place of `gates`, and the bias that it
+  // lacks; or undefined.
+  at::Tensor given, given_bias;
 };
 
 // The outputs of a direction, but gates and extra. Those that the cell lacks stay undefined.
@@ -60,7 +64,13 @@ struct Forward {
     const Matmul matmul(call.input);
     for (const Direction& d : call.directions) {
       Outputs& out = outs.emplace_back(empty_outputs(shape, call, d));
-      out.gates = projections(matmul, d);
+      if (input_is_read(d)) {
+        out.given = aligned(call.input.to(projections_type()));
+        out.given_bias = bias_of(d);
+        if (save && !shape.wide) out.gates = empty_like_input(call.input, gates * sizes.hidden);
+      } else {
+        out.gates = projections(matmul, d);
+      }
       if (save) out.extra = empty_like_input(call.input, extra * sizes.hidden);
     }
     if (outs[0].output.numel() > 0) return run_steps(0, outs.size());
@@ -70,10 +80,20 @@ struct Forward {
     }
   }
 
+  // Whether a kernel that runs all steps reads the input as projections.
+  bool input_is_read(const Direction& d) const {
+    return call.input.is_cuda() && !shape.recurrent && !d.weight_ih.defined();
+  }
+  at::ScalarType projections_type() const {
+    const at::ScalarType type = call.input.scalar_type();
+    return shape.wide ? at::toOpMathType(type) : type;
+  }
+  static at::Tensor bias_of(const Direction& d) { return d.bias_hh.defined() ? d.bias + d.bias_hh : d.bias; }
+
   // The input's projections, in memory of their own if the steps overwrite them.
   at::Tensor projections(const Matmul& matmul, const Direction& d) const {
-    const at::Tensor &input = call.input, bias = d.bias_hh.defined() ? d.bias + d.bias_hh : d.bias;
-    const at::ScalarType type = input.scalar_type(), wanted = shape.wide ? at::toOpMathType(type) : type;
+    const at::Tensor &input = call.input, bias = bias_of(d);
+    const at::ScalarType wanted = projections_type();
     if (d.weight_ih.defined()) {
       return matmul.affine(flatten_rows(input), d.weight_ih.t(), if_defined(bias), wanted)
           .view_symint(sizes_like_input(input, gates * sizes.hidden));
@@ -113,7 +133,13 @@ struct Forward {
       weight_hh_t = by_view ? d.weight_hh.contiguous().t() : d.weight_hh.t().contiguous();
       products = at::empty({batch, gates * hidden}, states.options());
     }
-    const std::vector<RowRange> steps = sizes.steps(d.reverse);
+    const RowsOfSteps steps = sizes.steps(d.reverse);
+    at::Tensor step_projections = out.gates;
+    if (out.given.defined()) {  // the steps overwrite them
+      const at::Tensor own = projections(matmul, d);
+      if (out.gates.defined()) out.gates.copy_(own);
+      if (!out.gates.defined()) step_projections = own;
+    }
     for (size_t k = 0; k < steps.size(); ++k) {
       const auto [first_row, n] = steps[k];
       const RowRange next = k + 1 < steps.size() ? steps[k + 1] : RowRange{0, 0};
@@ -128,8 +154,9 @@ struct Forward {
       }
       launch("recurrence_pointwise_forward", h, [&, first_row = first_row, n = n](auto type, auto... stream) {
         using T = typename decltype(type)::type;
-        T* const step_gates = reinterpret_cast<T*>(mutable_pointer<char>(out.gates) +
-                                                   first_row * gates * hidden * out.gates.element_size());
+        T* const step_gates =
+            reinterpret_cast<T*>(mutable_pointer<char>(step_projections) +
+                                 first_row * gates * hidden * step_projections.element_size());
         const StepForwardArguments<T> step = {
             .batch = n,
             .hidden = hidden,
@@ -159,6 +186,13 @@ struct Forward {
     finish_states(out, states);
   }
 
+  // [P, H], then [G, H] of the bias.
+  at::Tensor with_bias(const at::Tensor& parameters, const at::Tensor& bias) const {
+    if (!bias.defined()) return parameters;
+    const at::Tensor rows = bias.view({gates, sizes.hidden});
+    return parameters.defined() ? at::cat({parameters.view({shape.parameters, sizes.hidden}), rows}) : rows;
+  }
+
   // Returns false, having run nothing, if the plan does not fit but another one may (try_launch_fused).
   bool try_run_fused(size_t first, size_t count, const Plan& plan) const {
     const at::Tensor first_rows = first_rows_on(outs[0].output, sizes.batch_sizes);
@@ -175,7 +209,7 @@ struct Forward {
         states_n.push_back(accumulating_states(outs[i], d));
         states0.push_back(to_initial ? initial_states(d, states_n.back()) : states_n.back());
       }
-      parameters.push_back(aligned(d.parameters));
+      parameters.push_back(aligned(with_bias(d.parameters, outs[first + i].given_bias)));
       step_inputs.push_back(step_inputs_of_units(shape, d.step_inputs, sizes.hidden));
       reset.push_back(contiguous_or_none(d.reset));
     }
@@ -188,7 +222,9 @@ struct Forward {
           .save = save,
           .narrow_states = sizeof(T) < sizeof(acc_t<T>) && states_n[i].scalar_type() == out.h_n.scalar_type(),
           .reset_is_bool = is_bool(reset[i]),
-          .weight = pointer<T>(weights[i]),
+          .has_bias = out.given_bias.defined(),
+          .weight =
+              out.given.defined() ? static_cast<const T*>(pointer<void>(out.given)) : pointer<T>(weights[i]),
           .parameters = pointer<T>(parameters[i]),
           .step_inputs = pointer<T>(step_inputs[i]),
           .reset = pointer<void>(reset[i]),

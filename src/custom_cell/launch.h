@@ -107,9 +107,7 @@ struct SequenceSizes {
     if (d.h0.defined()) return d.h0.size(1);
     return (d.weight_ih.defined() ? d.weight_ih.size(0) : input.size(-1)) / shape.gates;
   }
-  std::vector<RowRange> steps(bool reverse) const {
-    return rows_of_steps(batch_sizes, length, batch, reverse);
-  }
+  RowsOfSteps steps(bool reverse) const { return {batch_sizes, length, batch, reverse}; }
   StepOrder order(bool reverse, const at::Tensor& first_rows) const {
     return {static_cast<int>(length), static_cast<int>(batch), reverse,
             first_rows.defined() ? first_rows.const_data_ptr<int64_t>() : nullptr};

@@ -20,17 +20,28 @@ struct RowRange {
 };
 
 // The rows of each step, in the order in which the steps are computed.
-inline std::vector<RowRange> rows_of_steps(at::OptionalIntArrayRef batch_sizes, int64_t length, int64_t batch,
-                                           bool reverse) {
-  std::vector<RowRange> steps;
-  int64_t first = 0;
-  for (int64_t t = 0; t < length; ++t) {
-    steps.push_back({first, batch_sizes ? (*batch_sizes)[t] : batch});
-    first += steps.back().count;
+class RowsOfSteps {
+ public:
+  RowsOfSteps(at::OptionalIntArrayRef batch_sizes, int64_t length, int64_t batch, bool reverse)
+      : length_(length), batch_(batch), reverse_(reverse) {
+    if (!batch_sizes) return;
+    int64_t first = 0;
+    for (const int64_t count : *batch_sizes) {
+      packed_.push_back({first, count});
+      first += count;
+    }
   }
-  if (reverse) std::reverse(steps.begin(), steps.end());
-  return steps;
-}
+  size_t size() const { return static_cast<size_t>(length_); }
+  RowRange operator[](size_t k) const {
+    const int64_t step = static_cast<int64_t>(k), time = reverse_ ? length_ - 1 - step : step;
+    return packed_.empty() ? RowRange{time * batch_, batch_} : packed_[static_cast<size_t>(time)];
+  }
+
+ private:
+  int64_t length_, batch_;
+  bool reverse_;
+  std::vector<RowRange> packed_;  // by time; empty if all steps have `batch_` rows
+};
 
 inline int64_t length_of(const at::Tensor& input, at::OptionalIntArrayRef batch_sizes) {
   return batch_sizes ? static_cast<int64_t>(batch_sizes->size()) : input.size(0);

@@ -206,8 +206,9 @@ struct SequenceForwardArguments {
   bool save;           // whether to leave in `gates` and `extra` what backward needs
   bool narrow_states;  // whether states0 and states_n have values of T, not of A
   bool reset_is_bool;
-  const T* weight;       // [G * H, H]
-  const T* parameters;   // [P, H]
+  bool has_bias;         // whether the gates' biases follow the parameters, as the projections lack them
+  const T* weight;       // [G * H, H]; of a cell without a product, the projections, if not in `gates`
+  const T* parameters;   // [P, H], or [P + G, H]
   const T* step_inputs;  // [N, K, H]
   const void* reset;     // [N] of bool or A: what a row loses of h and its states before a step; or null
   const T* h0;           // [B, H], or null for zeros
@@ -223,6 +224,10 @@ struct SequenceForwardArguments {
   template <class Cell>
   LLTM_HOST_DEVICE projection_t<Cell, T>* projections() const {
     return reinterpret_cast<projection_t<Cell, T>*>(gates);
+  }
+  template <class Cell>
+  LLTM_HOST_DEVICE const projection_t<Cell, T>* projections_without_product() const {
+    return weight ? reinterpret_cast<const projection_t<Cell, T>*>(weight) : projections<Cell>();
   }
   LLTM_HOST_DEVICE Resets<A> resets() const { return {reset, reset_is_bool}; }
 };

@@ -434,12 +434,15 @@ class Kernels {
   }
 
   void forward() {
+    const auto given = gates;  // a cell without a product reads its projections from elsewhere
+    const T* const projections = reinterpret_cast<const T*>(given.data());
     const SequenceForwardArguments<T> arguments = {steps_.order(),
                                                    c_.hidden,
                                                    c_.save,
                                                    kNarrowStates,
                                                    kOfBools,
-                                                   weight_.data(),
+                                                   /*has_bias=*/false,
+                                                   kVariant == kIndependent ? projections : weight_.data(),
                                                    parameters_.data(),
                                                    step_inputs_.data(),
                                                    kHasResets ? reset_.data() : nullptr,

@@ -16,8 +16,17 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits> {
   using Arguments = SequenceForwardArguments<T>;
 
   __device__ IndependentForward(const Arguments& arguments, int64_t thread)
-      : Base(arguments.steps, arguments.hidden, arguments.parameters, thread), args_(arguments) {
-    if (Base::exists()) Base::take_steps(0, args_.steps.length, /*backward=*/false);
+      : Base(arguments.steps, arguments.hidden, arguments.parameters, thread),
+        args_(arguments),
+        projections_(arguments.template projections_without_product<Cell>()) {
+    if (!Base::exists()) return;
+    Base::take_steps(0, args_.steps.length, /*backward=*/false);
+    if (!args_.has_bias) return;
+#pragma unroll
+    for (int g = 0; g < kGates; ++g) {
+      Base::load(plane(args_.parameters, 0, 0, Base::kParameters + g),
+                 [&](int u) -> A& { return bias_[u][g]; });
+    }
   }
 
   __device__ void run(const Segments<A>& segments) {
@@ -60,7 +69,7 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits> {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
-      for (int g = 0; g < kGates; ++g) in_[u].x[g] = widen(inputs.projections[g].data[u]);
+      for (int g = 0; g < kGates; ++g) in_[u].x[g] = widen(inputs.projections[g].data[u]) + bias_[u][g];
       in_[u].h = h_[u];
       const A h = Cell::template forward<Math>(in_[u], states_[u], saved[u]);
       // Rounded to T, as the next step would read it from memory, unless the cell is affine.
@@ -94,7 +103,7 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits> {
   __device__ void read_step(int n, int64_t at, Inputs& inputs, const F& f) const {
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
-      f(inputs.projections[g], Base::plane_at(args_.template projections<Cell>(), at, kGates, g));
+      f(inputs.projections[g], Base::plane_at(projections_, at, kGates, g));
     }
 #pragma unroll
     for (int k = 0; k < kStepInputs; ++k) {
@@ -129,6 +138,8 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits> {
   }
 
   const Arguments& args_;
+  const projection_t<Cell, T>* const projections_;
+  A bias_[kUnits][at_least_one(kGates)] = {};
 };
 
 }  // namespace lltm_ext
