@@ -209,7 +209,7 @@ struct Forward {
         states_n.push_back(accumulating_states(outs[i], d));
         states0.push_back(to_initial ? initial_states(d, states_n.back()) : states_n.back());
       }
-      parameters.push_back(aligned(with_bias(d.parameters, outs[first + i].given_bias)));
+      parameters.push_back(aligned(with_bias(d.parameters, outs[i].given_bias)));
       step_inputs.push_back(step_inputs_of_units(shape, d.step_inputs, sizes.hidden));
       reset.push_back(contiguous_or_none(d.reset));
     }
