@@ -28,6 +28,7 @@ if not _loader.is_module_run():  # the doctor must run where torch does not impo
     from lltm_ext.round import *
     from lltm_ext.scan import *
     from lltm_ext.sigmoid import *
+    from lltm_ext.spike import *
     from lltm_ext.stochastic_round import *
 
     if _portable.in_use:  # it registers rules of the ops, so it comes after them

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from lltm_ext._program import compiled
 from lltm_ext.recurrence import recurrence
+from lltm_ext.spike import spike
 
 __all__ = [
     "cfc",
@@ -261,9 +262,7 @@ def lif(x, h, s, p):
     Source: Neftci, Mostafa and Zenke, "Surrogate Gradient Learning in Spiking Neural Networks", 2019.
     """
     v = p.beta * s.v + x[0] - h
-    above = v - 1
-    slope = 1 / (1 + 25 * torch.abs(above)) ** 2
-    return torch.where(above > 0, 1.0, 0.0) + slope.detach() * (above - above.detach()), (v,)
+    return spike(v - 1, "fast_sigmoid", k=25), (v,)
 
 
 @recurrence(gates=4, states=("c",), inputs=("keep_h", "keep_c"))

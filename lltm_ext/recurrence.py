@@ -28,9 +28,10 @@ from lltm_ext._arguments import (
     hidden_of,
 )
 from lltm_ext._custom_cell import algorithm_of, of_each_unit, run_both_by_kernels, run_kernels, tracing_state
-from lltm_ext._formula.declaration import Declaration, arguments_of, check_names, is_name
+from lltm_ext._formula.declaration import Declaration, arguments_of, check_names, is_name, written_function
 from lltm_ext._formula.derive import Derived, derive
 from lltm_ext._formula.graph import ancestors
+from lltm_ext._formula.local_functions import LocalFunction, function_of, parts_of
 from lltm_ext._formula.text import CudaSource, SourceCell
 from lltm_ext._library import check_no_dtensor, check_tensor, hand_over, has_tangents, transforms_active
 from lltm_ext._loop import Step, compute_dtype, zero_state
@@ -59,8 +60,8 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def recurrence(
-    *,
-    gates: int,
+    *function: Any,
+    gates: int | None = None,
     separate: bool = False,
     states: Sequence[str] = (),
     parameters: Sequence[str] | Mapping[str, float | None] = (),
@@ -157,6 +158,13 @@ def recurrence(
         A call raises RuntimeError for a text that does not compile, with the compiler's message, "forward" or
         "backward", and the line in your text.
     """
+    if function:
+        raise TypeError(
+            "recurrence: expected only options, as in @lltm_ext.recurrence(gates=1), got "
+            f"{getattr(function[0], '__name__', type(function[0]).__name__)}"
+        )
+    if gates is None:
+        raise TypeError("recurrence: missing the option gates, as in @lltm_ext.recurrence(gates=1)")
     options = (gates, separate, states, parameters, inputs, recurrent, output)
     if forward is not None:
         module = sys._getframe(1).f_globals.get("__name__", "__main__")
@@ -239,8 +247,8 @@ class RecurrentCell:
                 raise ValueError(f"recurrence: expected name to be an identifier, got {function.name!r}")
             self.__name__ = self.__qualname__ = function.name
             self.__module__ = function.module
-        elif inspect.isfunction(function):
-            functools.update_wrapper(self, function)
+        elif inspect.isfunction(written := written_function(function)):
+            functools.update_wrapper(self, written)
             del self.__dict__["__wrapped__"]  # its signature is not that of a call
         else:
             raise TypeError(f"recurrence: expected a function, got {type(function).__name__}")
@@ -265,6 +273,7 @@ class RecurrentCell:
         self.parameters: dict[str, float | None] = {p: initial[p] for p in names}
         self.inputs = check_names(name, "inputs", inputs, (*taken, *self.parameters))
         named = (self.states, tuple(self.parameters), self.inputs)
+        self._options = (gates, separate, states, parameters, inputs, recurrent, output)
         self.declared = Declaration(name, gates, self.separate, *named, self.recurrent, output)
         self.derived: Derived | SourceCell  # the struct in C++, and what its forward saves
         if isinstance(function, CudaSource):
@@ -277,6 +286,7 @@ class RecurrentCell:
         self.recurrent_gates = self._find_recurrent_gates()
         if self.function is not None:
             self._warn_of_unread_gates()
+            self._warn_of_no_gradient()
         self.is_compiled = False  # whether its kernels are compiled with the package
         self._of_gates: RecurrentCell | None = None
         self._serialize()
@@ -412,6 +422,15 @@ class RecurrentCell:
                     "weights for it do nothing",
                     stacklevel=4,
                 )
+
+    def _warn_of_no_gradient(self) -> None:
+        gradients = [x for nodes in self.derived.gradients.values() for x in nodes]  # type: ignore[union-attr]
+        if all(x.is_constant(0) for x in gradients):
+            warnings.warn(
+                f"{self.__name__}: no gradient passes through the function, so nothing is learnt; "
+                "lltm_ext.spike, lltm_ext.round and lltm_ext.binarize are steps that have one",
+                stacklevel=4,
+            )
 
     def _values_of(self, named: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """The parameters and the inputs of a call, in their order."""
@@ -558,8 +577,16 @@ class RecurrentCell:
         named |= {u: torch.sigmoid(normal(length, batch)) for u in self.inputs}
         return args, named
 
-    def __reduce__(self) -> str:
-        return self.__qualname__  # pickle finds the cell in its module by this name, as it finds a function
+    def __reduce__(self) -> Any:
+        if self.function is None or "<locals>" not in self.__qualname__:
+            return self.__qualname__  # pickle finds the cell in its module by this name, as a function
+        return made_again, (parts_of(self.function), self._options)
+
+    def __copy__(self) -> RecurrentCell:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> RecurrentCell:
+        return self
 
     def __repr__(self) -> str:
         options = [f"{self.gates} gate{'s' * (self.gates != 1)}"]
@@ -578,6 +605,10 @@ class RecurrentCell:
         options += ["affine in its states"] * bool(self.function and self.derived.affine)  # type: ignore[union-attr]
         how = f"({', '.join(self.arguments)})" if self.function else " in C++"
         return f"<lltm_ext.recurrence {self.__name__}{how}, {', '.join(options)}>"
+
+
+def made_again(function: LocalFunction, options: tuple[Any, ...]) -> RecurrentCell:
+    return RecurrentCell(function_of(function), *options)
 
 
 # ---- a call ------------------------------------------------------------------------------------------------

@@ -234,7 +234,8 @@ def test_the_cells_of_the_page_are_cells():
         names = {"torch": torch, "lltm_ext": lltm_ext}
         exec(compile(text, PAGE, "exec"), names)
         (cell,) = (value for value in names.values() if isinstance(value, lltm_ext.RecurrentCell))
-        assert cell.gradcheck()
+        if cell.__name__ != "spiking":  # whose gradient is that of another curve
+            assert cell.gradcheck()
 
 
 # ---- layers ----------------------------------------------------------------------------------------------

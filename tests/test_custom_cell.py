@@ -457,6 +457,19 @@ def test_kernels_of_a_text_compile(name, backward):
     binary(program, torch.bfloat16, backward, rows=64)
 
 
+@lltm_ext.recurrence(gates=2)
+def steps_and_curves(x, h):
+    smooth = torch.sinh(x[0]) + torch.cosh(h) * torch.atan(x[1])
+    whole = torch.floor(smooth) + torch.round(x[0]) * torch.fmod(h, 0.5) + torch.trunc(x[1])
+    return whole * smooth + lltm_ext.spike(h - x[1]) + lltm_ext.round(smooth)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", [*TYPES, DOUBLE])
+def test_steps_and_their_gradients_compile(dtype, backward):
+    binary(steps_and_curves.program, dtype, backward)
+
+
 def test_a_text_may_call_the_functions_of_every_math():
     """And of common/math.h, and of CUDA."""
     ours = "sigmoid tanh elu silu gelu gelu_tanh softplus exp expm1 log log1p sqrt rsqrt abs sin cos erf"

@@ -141,6 +141,19 @@ OPS = {
     "rsqrt": lambda a: torch.rsqrt(a * a + 1) + (a * a + 2) ** -0.5,
     "sin": lambda a, b: torch.sin(a) * torch.cos(b),
     "erf": lambda a: torch.erf(a),
+    "sinh": lambda a, b: torch.sinh(a.clamp(-9, 9)) * torch.cosh(b.clamp(-9, 9)),
+    "atan": lambda a: torch.atan(a),
+    "floor": lambda a, b: torch.floor(a) * b + torch.ceil(b) * (a.detach() // 0.1),
+    "trunc": lambda a, b: torch.trunc(a) * b + torch.frac(b) * a,
+    "round_half": lambda a, b: torch.round(2 * a) / 2 * b,  # ties to even
+    "fmod": lambda a, b: torch.fmod(a, 0.75) + torch.fmod(a, abs(b) + 0.5),
+    "div_rounded": lambda a, b: b * (a / 3).div(0.5, rounding_mode="floor") + a.div(b, rounding_mode="trunc"),
+    "heaviside": lambda a, b: b * torch.heaviside(a.detach(), torch.full_like(a, 0.5)),
+    "straight_through": lambda a, b: lltm_ext.round(a) * b + lltm_ext.floor(b) - lltm_ext.trunc(a + b),
+    "binarized": lambda a, b: sum(lltm_ext.binarize(a * b, 0.5, -1, 2, g) for g in ("identity", "tanh")),
+    "binarized_clipped": lambda a: lltm_ext.binarize(a, 0.3, -1, 2, "clipped"),
+    "spike": lambda a, b: lltm_ext.spike(a * b) + b * lltm_ext.spike(a, "sigmoid", 3),
+    "spike_fast": lambda a, b: lltm_ext.spike(a - b, "fast_sigmoid") * lltm_ext.spike(b, "triangle"),
     "power": lambda a: a**2 + a**3 + a**4 + a**-1 + torch.square(a) + a**0 + a**1,
     "power_of": lambda a, b: 2.0 ** a.clamp(-9, 9) + abs(a) ** 1.5 + (abs(a) + 0.5) ** b.clamp(-9, 9),
     "power_zero": lambda a, b: torch.pow(abs(a), torch.relu(b.clamp(max=9))),
@@ -426,6 +439,16 @@ def swallow(x, s):
         return x[0], (s.c,)
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
 def no_gradient(x):
     with torch.no_grad():
         return torch.tanh(x[0])
@@ -478,8 +501,8 @@ REFUSALS = {
         "augmented": (changes_its_argument, r"calls add_.*a = a \+ b(?s:.*)c \+= x\[0\]"),
         "out": (lambda x: torch.tanh(x[0], out=x[1]), "in place"),
         "other_op": (lambda x: torch.lgamma(x[0]), "calls lgamma.*none of.*sigmoid"),
-        "floor_divide": (lambda x: x[0] // 2, "calls floor_divide, which is none"),
-        "rounding": (lambda x: torch.div(x[0], 2, rounding_mode="floor"), "div with rounding_mode, which"),
+        "decimals": (lambda x: torch.round(x[0], decimals=1), "calls round with decimals"),
+        "own_function": (lambda x: Doubled.apply(x[0]), "autograd.Function Doubled, whose.*lltm_ext.spike"),
         "no_grad": (no_gradient, r"calls tanh under torch.no_grad\(\).*detach"),
         "type": (lambda x: x[0].half(), "converts to torch.float16"),
         "where": (
@@ -490,6 +513,7 @@ REFUSALS = {
         "conditions": (lambda x: x[0] * ((x[0] > 0) * (x[1] > 0)), "combine them by &"),
     },
     TypeError: {
+        "two_indices": (lambda x: x[0, 0], r"x\[0, 0\]: expected one number, as in x\[0\]"),
         "softmax of all": (
             lambda x: torch.softmax(x, 0)[0],
             "calls softmax on several values at once, a reduction",
@@ -509,7 +533,10 @@ REFUSALS = {
         "too_many_states": (lambda x, s: (x[0], (s.c, s.c)), r"\(h, \(c,\)\), got 2 states"),
         "together": (lambda x, r: x[0] + r[0], "the argument r needs separate=True"),
     },
-    IndexError: {"range": (lambda x: x[5], r"x\[5\] is out of range: x has 2 values(?s:.*)x\[5\]")},
+    IndexError: {
+        "range": (lambda x: x[5], r"x\[5\] is out of range: x has 2 values(?s:.*)x\[5\]"),
+        "index": (lambda x: x[0][0], r"indexes a value: x\[0\] is one number"),
+    },
     AttributeError: {
         "unknown": (lambda x, p: x[0] * p.bias, "p.bias does not exist: p has p.w"),
         "unknown_state": (lambda x, s: x[0] * s.h, "s.h does not exist: s has s.c"),

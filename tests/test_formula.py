@@ -29,8 +29,8 @@ FUNCTIONS = {
         for name in COMPARING[:6]
     },
 }
-BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "logaddexp", "pow")
-INTERNAL = ("gelu_derivative", "detach")  # no function of a user's is one alone
+BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "logaddexp", "pow", "fmod")
+INTERNAL = ("gelu_derivative", "detach", "straight_through")  # no function of a user's is one alone
 ORDINARY = [*(x / 8 for x in range(-200, 201)), 1e-3, 1e-6, 0.1, 0.9, 1.1, 30.5, 87.5, -87.5]
 SPECIAL = [math.nan, math.inf, -math.inf, 0.0, 1e-40, -1e-40, 88.6, 104.0, -104.0, 3e38, -3e38]
 

@@ -8,10 +8,10 @@ is refused when it is called, so that the error points to the user's line.
 
 from __future__ import annotations
 
-import inspect
 import linecache
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,21 +22,27 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lltm_ext._formula.declaration import Declaration, arguments_of, call
+from lltm_ext._formula.declaration import Declaration, arguments_of, call, written_function
 from lltm_ext._formula.graph import (
     Graph,
     Node,
     Operand,
+    equal,
     exp,
+    floor,
     function,
     log,
     make,
+    nearest,
     power,
     sign,
     softplus,
     tanh,
+    trunc,
     where,
 )
+
+_thread = threading.local()
 
 
 class Tracer(TorchDispatchMode):
@@ -46,7 +52,7 @@ class Tracer(TorchDispatchMode):
         super().__init__()
         self.graph = graph
         self.refusal: Exception | None = None
-        self._code = getattr(inspect.unwrap(function), "__code__", None)
+        self._code = written_function(function).__code__
         self._nodes: dict[int, tuple[Tensor, Node]] = {}  # keyed by the id of the tensor, kept alive here
 
     @classmethod
@@ -59,6 +65,23 @@ class Tracer(TorchDispatchMode):
         x = torch.empty((), dtype=torch.bool if node.boolean else torch.float64, device="meta")
         self._nodes[id(x)] = x, node
         return x
+
+    @classmethod
+    def at_work(cls) -> Tracer | None:
+        """The capture that runs in this thread, if one does."""
+        return getattr(_thread, "tracer", None)
+
+    def __enter__(self) -> Tracer:
+        self._before, _thread.tracer = self.at_work(), self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        _thread.tracer = self._before
+        return super().__exit__(*error)
+
+    def straight_through(self, step: Tensor, curve: Tensor) -> Tensor:
+        """The values of ``step`` with the gradient of ``curve``."""
+        return self.tensor(make("straight_through", self.node(step), self.node(curve)))
 
     def node(self, x: Tensor) -> Node:
         if id(x) not in self._nodes:
@@ -132,16 +155,20 @@ def no_value(node: Node) -> str:
 def refused(func: Any, name: str, kwargs: Mapping[str, Any]) -> str:
     """Why an op cannot be part of a cell, and what can be done; "" if it can."""
     called = f"calls {re.sub('^(_|native_)', '', name)}"
-    if "rounding_mode" in kwargs:
-        called += " with rounding_mode"
     if torch.Tag.nondeterministic_seeded in func.tags:
         return (
             f"{called}, which draws random numbers, as dropout does; draw a mask outside and pass it to the "
             "step by inputs=('mask',)"
         )
     if not torch.is_grad_enabled():
+        if function := autograd_function():
+            return (
+                f"calls the torch.autograd.Function {function}, whose backward the capture cannot see; write "
+                "lltm_ext.spike(v) or lltm_ext.round(v), or step + slope.detach() * (v - v.detach()) "
+                "for the values of step and the gradient slope"
+            )
         return f"{called} under torch.no_grad(), which the backward would not see; use .detach()"
-    if name in ATEN and not func._schema.is_mutable and not (name == "div" and "rounding_mode" in kwargs):
+    if name in ATEN and not func._schema.is_mutable:
         return ""
     if func._schema.is_mutable:
         return f"{called}, which changes a tensor in place; write a = a + b instead of a += b or a.add_(b)"
@@ -149,6 +176,14 @@ def refused(func: Any, name: str, kwargs: Mapping[str, Any]) -> str:
         return f"{called}, {reason}"
     ops = [op for op in ATEN if hasattr(torch, op) or hasattr(F, op)]
     return f"{called}, which is none of the ops of a cell: {', '.join(sorted(ops))}"
+
+
+def autograd_function() -> str:
+    """The name of the torch.autograd.Function that runs, or ""."""
+    frame: Any = sys._getframe()
+    while frame and not (frame.f_code.co_name == "apply" and "cls" in frame.f_locals):
+        frame = frame.f_back
+    return frame.f_locals["cls"].__name__ if frame else ""
 
 
 def reason_of(name: str) -> str:
@@ -249,14 +284,63 @@ def scaled_softplus(x: Node, beta: float = 1, threshold: float = 20) -> Node:
     return y if threshold >= 20 else where(x * beta > threshold, x, y)  # they differ by less than 3e-9 there
 
 
+def heaviside(x: Node, at_zero: Operand) -> Node:
+    return where(equal(x, 0.0), at_zero, where(x > 0.0, 1.0, 0.0))
+
+
+def round_to(x: Node, decimals: int = 0) -> Node:
+    if decimals != 0:
+        raise RuntimeError("calls round with decimals; multiply by a power of ten before and divide after")
+    return nearest(x)
+
+
+def divided(a: Operand, b: Operand, rounding_mode: str | None = None) -> Node:
+    if rounding_mode != "floor":
+        quotient = make("div", a, b)
+        return trunc(quotient) if rounding_mode else quotient
+    rest = make("fmod", a, b)  # a / b may round up to an integer
+    is_below = make("ne", rest, 0.0) & make(
+        "ne", make("lt", b, 0.0) if isinstance(b, Node) else b < 0, rest < 0.0
+    )
+    return nearest((a - rest) / b - where(is_below, 1.0, 0.0))
+
+
+def ceil(x: Node) -> Node:
+    return -floor(-x)
+
+
+def stepped(step: Callable[[Node], Node]) -> Callable[[Node], Node]:
+    """A step of :mod:`lltm_ext.round`, which has the gradient of the identity."""
+    return lambda x: make("straight_through", step(x), x)
+
+
+def binarize(
+    x: Node, threshold: float = 0.5, low: float = 0.0, high: float = 1.0, grad: str = "identity"
+) -> Node:
+    half = (high - low) / 2
+    curves: dict[str, Callable[[], Operand]] = {
+        "identity": lambda: x,
+        "clipped": lambda: where(abs(x - threshold) <= half, x, 0.0),
+        "tanh": lambda: half * tanh((x - threshold) / half),
+    }
+    return make("straight_through", where(x > threshold, high, low), curves[grad]())
+
+
 SAME = (
-    "mul div neg abs maximum minimum where lt le gt ge eq ne sigmoid tanh relu exp expm1 log log1p sqrt "
-    "rsqrt sin cos erf reciprocal logaddexp detach"
+    "mul neg abs maximum minimum where lt le gt ge eq ne sigmoid tanh relu exp expm1 log log1p sqrt "
+    "rsqrt sin cos sinh cosh atan erf reciprocal logaddexp detach floor fmod"
 )
 ATEN: dict[str, Callable[..., Any]] = {
     **{name: function(name) for name in SAME.split()},
+    "div": divided,
+    "floor_divide": lambda a, b: divided(a, b, "floor"),
     "sign": sign,
     "sgn": sign,
+    "ceil": ceil,
+    "trunc": trunc,
+    "frac": lambda x: x - trunc(x),
+    "round": round_to,
+    "heaviside": heaviside,
     "add": lambda a, b, alpha=1: a + b * alpha if alpha != 1 else make("add", a, b),
     "sub": lambda a, b, alpha=1: a - b * alpha if alpha != 1 else make("sub", a, b),
     "rsub": lambda a, b, alpha=1: b - a * alpha,
@@ -299,6 +383,11 @@ ATEN: dict[str, Callable[..., Any]] = {
     "clone": lambda x, **_: x,
     "alias": lambda x: x,
     "_to_copy": cast,
+    "lltm_ext::round": stepped(nearest),
+    "lltm_ext::floor": stepped(floor),
+    "lltm_ext::ceil": stepped(ceil),
+    "lltm_ext::trunc": stepped(trunc),
+    "lltm_ext::binarize": binarize,
 }
 
 
@@ -357,6 +446,8 @@ def explained(error: BaseException) -> str:
         return "converts a tensor to NumPy, which a kernel does not have; use torch's functions"
     message = str(error).partition("\n")[0]
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    if isinstance(error, IndexError) and "0-dim tensor" in message:
+        return "indexes a value: x[0] is one number of one unit; write x[0] and x[1], without further indices"
     if isinstance(error, TypeError) and "Values" in message:  # x itself instead of x[0]
         called = message.partition("(")[0]
         return f"calls {called} on several values at once, {reason_of(called) or ONE_UNIT}"
@@ -372,8 +463,6 @@ def line_of(error: BaseException, function: Callable[..., Any]) -> str:
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(INTERNAL):
             return f"\n  {frame.filename}:{frame.lineno}: {frame.line}"
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return ""
+    code = written_function(function).__code__
     line = linecache.getline(code.co_filename, code.co_firstlineno).strip()
     return f"\n  {code.co_filename}:{code.co_firstlineno}: {line}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import keyword
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -69,6 +70,12 @@ class Values:
     def __getitem__(self, i: int | slice) -> Any:
         try:
             return self._values[i]
+        except TypeError:
+            given = ", ".join(map(str, i)) if isinstance(i, tuple) else repr(i)
+            raise TypeError(
+                f"{self._argument}[{given}]: expected one number, as in {self._argument}[0]; a value has no "
+                "dimensions"
+            ) from None
         except IndexError:
             raise IndexError(f"{self._argument}[{i}] is out of range: {self._content()}") from None
 
@@ -90,11 +97,24 @@ class Values:
         return f"{self._argument} has {named or f'{len(self)} values'}"
 
 
+def written_function(function: Any) -> Any:
+    """The function that was written, of a partial, a bound method or what functools.wraps made."""
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif inspect.ismethod(function):
+            function = function.__func__
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        else:
+            return function
+
+
 def arguments_of(function: Callable[..., Any], declared: Declaration) -> tuple[str, ...]:
     """Which of x, r, h, s, p and u the function takes. Others need defaults, which are constants."""
     taken = []
     for name, parameter in inspect.signature(function).parameters.items():
-        if name in ARGUMENTS and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+        if name in ARGUMENTS and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             taken.append(name)
         elif parameter.default is parameter.empty:
             known = ", ".join(ARGUMENTS)

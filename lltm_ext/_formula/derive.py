@@ -21,7 +21,19 @@ from lltm_ext._formula.affine import affine, are_affine_together
 from lltm_ext._formula.capture import Captured, capture
 from lltm_ext._formula.declaration import Declaration
 from lltm_ext._formula.emit import CellNodes, Struct, emit, saved_numbers
-from lltm_ext._formula.graph import CHEAP, CONSTANT, DECISION, LEAF, NEVER, OPS, SAVED, Node, Tape, ancestors
+from lltm_ext._formula.graph import (
+    CHEAP,
+    CONSTANT,
+    DECISION,
+    LEAF,
+    NEVER,
+    OPS,
+    SAVED,
+    Node,
+    Tape,
+    ancestors,
+    without_straight_through,
+)
 from lltm_ext._formula.instructions import backward_instructions, forward_instructions
 
 DIFFERENTIABLE = ("x", "r", "h", "s", "p")
@@ -78,7 +90,7 @@ def choose_saved(gradients: Iterable[Node], cotangents: Iterable[Node], free: It
     exact = [node for node in fixed if node.op == CONSTANT or node in set(free)]
     for node in fixed:
         # Kernels may fuse a product and a sum in different ways, which near a jump decides a comparison.
-        known = exact if not node.boolean else [x for x in exact if not x.args or x.boolean]
+        known = exact if not node.is_step else [x for x in exact if not x.args or x.is_step]
         if node.args and all(arg in known for arg in node.args):
             exact.append(node)
 
@@ -137,7 +149,7 @@ def jumps(outputs: Iterable[Node], leaves: Mapping[str, Iterable[Node]]) -> bool
     def chooses(node: Node) -> bool:
         if node.op in ("maximum", "minimum"):
             return any(x not in varying for x in node.args)
-        return node.boolean or node.op in ("relu", "abs")
+        return node.is_step or node.op in ("relu", "abs")
 
     return any(chooses(node) for node in nodes if node in varying)
 
@@ -198,10 +210,12 @@ class Derived:
 
     def __init__(self, captured: Captured, declaration: Declaration):
         self.declaration = declaration
-        self.graph, self.leaves, self.outputs = captured
+        self.graph, self.leaves, self._captured = captured
         self.cotangents = [self.graph.leaf(f"grad_{name}") for name in ("h", *declaration.states)]
         inputs = [node for argument in DIFFERENTIABLE for node in self.leaves[argument]]
-        found = differentiate(self.outputs, self.cotangents, inputs)
+        found = differentiate(self._captured, self.cotangents, inputs)
+        found = dict(zip(found, without_straight_through(list(found.values())), strict=True))
+        self.outputs = without_straight_through(self._captured)
         zero = self.graph.constant(0.0)
         self.gradients = {
             argument: [found.get(node, zero) for node in self.leaves[argument]] for argument in DIFFERENTIABLE
@@ -217,7 +231,7 @@ class Derived:
         self.jumps = jumps(self.outputs, self.leaves)
         self.half_struct = self._half_struct() if self.wide or self.jumps else self.struct
         self._known = [node for nodes in self.leaves.values() for node in nodes]
-        self._step = Tape(self.outputs, self._known)
+        self._step = Tape(self._captured, self._known)
         self.affine = affine(self.leaves, self.outputs, declaration.recurrent)
         h = slice(0 if self.reads_h else 1, None)
         live = [*self.leaves["h"], *self.leaves["s"]][h]
@@ -233,7 +247,7 @@ class Derived:
         if declared.separate:
             leaves["r"] = [*leaves["r"], *(self.graph.leaf(f"r of {u!r}") for u in inputs)]
         declared = declared._replace(gates=declared.gates + len(inputs), inputs=())
-        return Derived(Captured(self.graph, leaves, self.outputs), declared)
+        return Derived(Captured(self.graph, leaves, self._captured), declared)
 
     def _emit(self, saved: Sequence[Node], wide: Sequence[Node] = (), jumps: bool = False) -> Struct:
         numbers, _ = saved_numbers(saved, wide)

@@ -36,6 +36,11 @@ class Node:
             return isinstance(self.value, bool)
         return OPS[self.op].boolean or (self.op in ("where", "detach") and self.args[-1].boolean)
 
+    @property
+    def is_step(self) -> bool:
+        """Whether it jumps where its arguments hardly change."""
+        return self.boolean or self.op in ("floor", "round", "fmod")
+
     def is_constant(self, value: float) -> bool:
         return self.op == CONSTANT and self.value == value
 
@@ -202,11 +207,17 @@ def function(name: str) -> Callable[..., Node]:
 
 sigmoid, tanh, exp, log = function("sigmoid"), function("tanh"), function("exp"), function("log")
 sin, cos, equal = function("sin"), function("cos"), function("eq")
+sinh, cosh = function("sinh"), function("cosh")
+floor, nearest = function("floor"), function("round")
 softplus, power, gelu_derivative = function("softplus"), function("pow"), function("gelu_derivative")
 
 
 def sign(x: Node) -> Node:
     return where(x > 0.0, 1.0, where(x < 0.0, -1.0, 0.0))
+
+
+def trunc(x: Node) -> Node:
+    return where(x < 0.0, -floor(-x), floor(x))
 
 
 def tie_share(a: Node, b: Node, first: Node) -> Node:
@@ -221,6 +232,12 @@ def shared(g: Node, share: Node) -> tuple[Node, Node]:
 def power_gradient(g: Node, y: Node, a: Node, b: Node) -> tuple[Node, Node]:
     no_power, no_log = equal(b, 0.0), equal(a, 0.0) & (b >= 0.0)  # 0, as torch defines it
     return where(no_power, 0.0, g * (b * power(a, b - 1))), where(no_log, 0.0, g * (y * log(a)))
+
+
+def straight_through(step: Tensor, curve: Tensor) -> Tensor:
+    """The values of ``step`` with the gradient of ``curve``."""
+    difference = curve - curve.detach()  # 0, or NaN
+    return step + torch.where(difference == 0, difference, 0)
 
 
 def softplus_of(x: Tensor) -> Tensor:
@@ -287,6 +304,14 @@ OPS = {
     "pow": Op("Math::pow({0}, {1})", torch.pow, power_gradient, NEVER),
     "sin": Op("Math::sin({0})", torch.sin, lambda g, y, x: (g * cos(x),), NEVER),
     "cos": Op("Math::cos({0})", torch.cos, lambda g, y, x: (-(g * sin(x)),), NEVER),
+    "sinh": Op("Math::sinh({0})", torch.sinh, lambda g, y, x: (g * cosh(x),), NEVER),
+    "cosh": Op("Math::cosh({0})", torch.cosh, lambda g, y, x: (g * sinh(x),), NEVER),
+    "atan": Op("Math::atan({0})", torch.atan, lambda g, y, x: (g / (x * x + 1),), NEVER),
+    "floor": Op("Math::floor({0})", torch.floor, cost=NEVER),
+    "round": Op("Math::round({0})", torch.round, cost=NEVER),
+    "fmod": Op("Math::fmod({0}, {1})", torch.fmod, lambda g, y, a, b: (g, -(g * trunc(a / b))), NEVER),
+    # The values of the first argument with the gradient of the second one. Kernels never see it.
+    "straight_through": Op("{0}", straight_through, lambda g, y, step, curve: (None, g)),
     "erf": Op(
         "Math::erf({0})", torch.erf, lambda g, y, x: (g * (2 / math.sqrt(math.pi) * exp(-(x * x))),), NEVER
     ),
@@ -303,6 +328,21 @@ def ancestors(targets: Iterable[Node], known: Iterable[Node] = ()) -> list[Node]
             found.add(node)
             stack += () if node in stop else node.args
     return sorted(found, key=lambda node: node.index)
+
+
+def without_straight_through(nodes: Sequence[Node]) -> list[Node]:
+    """The same values, without what serves their gradients only."""
+    found: dict[Node, Node] = {}
+    for node in ancestors(nodes):
+        args = [found[arg] for arg in node.args]
+        if node.op == "straight_through":
+            found[node] = args[0]
+        elif args == list(node.args):
+            found[node] = node
+        else:
+            found[node] = node.graph.make(node.op, *args)
+            found[node].label = found[node].label or node.label
+    return [found[node] for node in nodes]
 
 
 class Tape:

@@ -75,7 +75,13 @@ struct FastMath : FoldedTanh {
     asm("cos.approx.f32 %0, %1;" : "=f"(y) : "f"(reduced(x)));
     return y;
   }
+  __device__ static float sinh(float x) { return sinhf(x); }
+  __device__ static float cosh(float x) { return coshf(x); }
+  __device__ static float atan(float x) { return atanf(x); }
   __device__ static float erf(float x) { return erff(x); }
+  __device__ static float floor(float x) { return floorf(x); }
+  __device__ static float round(float x) { return rintf(x); }
+  __device__ static float fmod(float a, float b) { return fmodf(a, b); }
   __device__ static float abs(float x) { return fabsf(x); }
   __device__ static float pow(float a, float b) { return powf(a, b); }
   __device__ static float divide(float a, float b) {

@@ -5,7 +5,8 @@
 
 #ifdef __CUDACC_RTC__
 namespace std {  // NVRTC declares these functions, but not in std
-using ::abs, ::copysign, ::cos, ::erf, ::exp, ::expm1, ::log, ::log1p, ::pow, ::sin, ::sqrt, ::tanh;
+using ::abs, ::atan, ::copysign, ::cos, ::cosh, ::erf, ::exp, ::expm1, ::floor, ::fmod, ::log, ::log1p, ::pow,
+    ::rint, ::sin, ::sinh, ::sqrt, ::tanh;
 }  // namespace std
 #else
 #include <cmath>
@@ -243,8 +244,33 @@ struct ExactMath : PlainTanh {
     return std::cos(x);
   }
   template <typename T>
+  LLTM_HOST_DEVICE static T sinh(T x) {
+    return std::sinh(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T cosh(T x) {
+    return std::cosh(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T atan(T x) {
+    return std::atan(x);
+  }
+  template <typename T>
   LLTM_HOST_DEVICE static T erf(T x) {
     return std::erf(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T floor(T x) {
+    return std::floor(x);
+  }
+  // Ties to even.
+  template <typename T>
+  LLTM_HOST_DEVICE static T round(T x) {
+    return std::rint(x);
+  }
+  template <typename T>
+  LLTM_HOST_DEVICE static T fmod(T a, T b) {
+    return std::fmod(a, b);
   }
   template <typename T>
   LLTM_HOST_DEVICE static T abs(T x) {

@@ -54,7 +54,13 @@ namespace lltm_ext {
   OP(pow, Math::pow(a, b))                               \
   OP(sin, Math::sin(a))                                  \
   OP(cos, Math::cos(a))                                  \
+  OP(sinh, Math::sinh(a))                                \
+  OP(cosh, Math::cosh(a))                                \
+  OP(atan, Math::atan(a))                                \
   OP(erf, Math::erf(a))                                  \
+  OP(floor, Math::floor(a))                              \
+  OP(round, Math::round(a))                              \
+  OP(fmod, Math::fmod(a, b))                             \
   OP(bit, A((static_cast<int>(a) >> instruction.b) & 1)) \
   OP(float16, rounded<c10::Half>(a))                     \
   OP(bfloat16, rounded<c10::BFloat16>(a))
