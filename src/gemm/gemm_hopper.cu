@@ -197,7 +197,7 @@ template <class Mainloop, bool kSplitsK>
 struct PersistentKernel {
   using T = typename Mainloop::T;
   using Out = EpilogueStore<T, Mainloop::kTileN>;
-  static constexpr int kBlocks = Mainloop::kClusterBlocks, kConsumers = Mainloop::kConsumers;
+  static constexpr int kBlocks = Mainloop::kClusterM, kConsumers = Mainloop::kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kOperandsAndOut = Mainloop::kBytes + Out::bytes(kConsumers);
   static constexpr int kShared = kOperandsAndOut + kBarrierBytes;
@@ -310,7 +310,7 @@ struct Problem {
 template <class Mainloop, bool kSplitsK = false, typename T>
 cudaError_t launch_persistent(const Problem<T>& problem, int splits, cudaStream_t stream) {
   using Kernel = PersistentKernel<Mainloop, kSplitsK>;
-  constexpr int kBlocks = Mainloop::kClusterBlocks;
+  constexpr int kBlocks = Mainloop::kClusterM;
   const GemmArgs<T>& product = problem.args;
   const auto result = [&](const T* data) {
     return GlobalTensor{data, product.n, product.m, product.batch, product.n, product.m * product.n};

@@ -52,7 +52,6 @@ struct TileIndex {
 // each other.
 template <class Mainloop>
 __device__ __forceinline__ TileIndex first_element(const TileOrder& order, int64_t i, uint32_t rank) {
-  static_assert(Mainloop::kClusterN == 1);
   const TileOrder::Tile tile = order.at(i);
   return {(static_cast<int>(tile.row) * Mainloop::kClusterM + static_cast<int>(rank)) * Mainloop::kTileM,
           static_cast<int>(tile.column) * Mainloop::kTileN, static_cast<int>(tile.matrix)};

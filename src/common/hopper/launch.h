@@ -52,8 +52,6 @@ template <typename T>
 constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 template <>
 inline constexpr CUtensorMapDataType kMapType<__nv_bfloat16> = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-template <>
-inline constexpr CUtensorMapDataType kMapType<float> = CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;  // rounds
 
 // Driver functions need a context. A thread without a runtime call so far, such as autograd's, has none.
 inline cudaError_t bind_context() {
@@ -89,7 +87,8 @@ template <class Mainloop>
 cudaError_t encode_operands(CUtensorMap& map_a, CUtensorMap& map_b, const GlobalTensor& a,
                             const GlobalTensor& b) {
   using T = typename Mainloop::T;
-  const cudaError_t error = encode_tensor_map<T>(map_a, a, Mainloop::kPartA);
+  const cudaError_t error =
+      encode_tensor_map<T>(map_a, a, Mainloop::kMnMajorA ? Mainloop::kTileK : Mainloop::kTileM);
   if (error != cudaSuccess) return error;
   return encode_tensor_map<T>(map_b, b, Mainloop::kPartB);
 }

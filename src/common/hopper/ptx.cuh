@@ -300,41 +300,6 @@ struct Wgmma;
   LLTM_WGMMA(TYPE, NAME, 192, 96, "96", "97", "98", "99", "100")      \
   LLTM_WGMMA(TYPE, NAME, 224, 112, "112", "113", "114", "115", "116") \
   LLTM_WGMMA(TYPE, NAME, 256, 128, "128", "129", "130", "131", "132")
-// For float32, whose last 13 bits the tensor cores ignore. Operands are K-major.
-#define LLTM_WGMMA_TF32(N, COUNT, A, B, KEEP)                                                          \
-  template <>                                                                                          \
-  struct Wgmma<float, N, false, false> {                                                               \
-    __device__ static __forceinline__ void run(float (&d)[COUNT], uint64_t a, uint64_t b, bool keep) { \
-      asm volatile("{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP                                   \
-                   ", 0;\n"                                                                            \
-                   " wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" LLTM_R##COUNT          \
-                   "}, %" A ", %" B ", keep, 1, 1;\n}"                                                 \
-                   : LLTM_F##COUNT(0)                                                                  \
-                   : "l"(a), "l"(b), "r"(static_cast<int>(keep)));                                     \
-    }                                                                                                  \
-  };
-LLTM_WGMMA_TF32(128, 64, "64", "65", "66")
-LLTM_WGMMA_TF32(256, 128, "128", "129", "130")
-
-// Like that for float32, with a in registers: for g = lane / 4 and t = lane % 4, a lane of warp w holds rows
-// 16 w + g and + 8 at k = t, then at t + 4. They must not be touched until wgmma_wait_group either.
-template <int kN>
-struct WgmmaTf32Registers;
-#define LLTM_WGMMA_TF32_REGISTERS(N, COUNT, A0, A1, A2, A3, B, KEEP)                                   \
-  template <>                                                                                          \
-  struct WgmmaTf32Registers<N> {                                                                       \
-    __device__ static __forceinline__ void run(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b,  \
-                                               bool keep) {                                            \
-      asm volatile("{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP                                   \
-                   ", 0;\n"                                                                            \
-                   " wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" LLTM_R##COUNT          \
-                   "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", keep, 1, 1;\n}"                   \
-                   : LLTM_F##COUNT(0)                                                                  \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(keep))); \
-    }                                                                                                  \
-  };
-LLTM_WGMMA_TF32_REGISTERS(128, 64, "64", "65", "66", "67", "68", "69")
-LLTM_WGMMA_TF32_REGISTERS(256, 128, "128", "129", "130", "131", "132", "133")
 LLTM_WGMMAS(__half, "f16")
 LLTM_WGMMAS(__nv_bfloat16, "bf16")
 
