@@ -77,8 +77,8 @@ FULL = [
     Sizes(64, 4096, 64),
     Sizes(1, 2**20, 16),
     Sizes(64, 16384, 1),
-    Sizes(4096, 128, 1),
     Sizes(8, 65536, 1536),
+    Sizes(4096, 128, 1),
 ]
 SMALL = [Sizes(4, 256, 1), Sizes(4, 64, 16)]
 OF_GAE = Sizes(64, 16384, 1)
@@ -178,6 +178,8 @@ class Run:
         except Exception as error:
             named = (getattr(x, "__name__", x) for x in arguments if not isinstance(x, dict))
             self.failures[f"{measure.__name__} of {', '.join(map(str, named))}"] = message(error)
+            if isinstance(error, torch.AcceleratorError):
+                self.end = 0.0  # nothing runs on the device after that
             return []
 
     @property
@@ -743,11 +745,11 @@ def main() -> None:
     build = start_to_build_warp() if run.bench.cuda else None
     rows = run.rows(advantages, of_gae)
     rows += all_cells(run, sizes, least)
-    peers = loaded_peers(run, build) if build else {}
-    rows += all_modes(run, scans, sizes, peers)
-    rows += all_modes(run, scans, sample, peers)
     rows += all_modes(run, constant_a, sizes)
     rows += all_cells(run, sample, least)
+    peers = loaded_peers(run, build) if build else {}  # last: a peer may leave the device unusable
+    rows += all_modes(run, scans, sample, peers)
+    rows += all_modes(run, scans, sizes, peers)
     finish("scan", args, rows, COLUMNS, claims(rows, run.failures))
 
 
