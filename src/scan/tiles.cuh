@@ -181,16 +181,20 @@ class TiledScan {
 
   // ---- Between memory and a buffer
 
-  // Calls f(c, s, offset) for the vectors of channels, or elements, of a tile that this thread copies.
-  // offset: in memory, from the tile's first step of the thread's channel.
-  template <int kVector, class G>
+  // Calls f(s, offset, at) for the vectors of channels, or elements, of a tile that this thread copies, at
+  // step s of the tile. offset: in memory, from the tile's first step of the thread's channel. at: in the
+  // buffer.
+  template <int kVector, typename E, class G>
   __device__ __forceinline__ void for_each_vector(const Place& place, int64_t step, int64_t stride,
-                                                  const G& f) const {
+                                                  const TileLayout<E, kSteps>& layout, const G& f) const {
     if (plan_.time_is_fastest) {
-#pragma unroll 2
-      for (int i = thread_; i < kSteps * plan_.threads; i += plan_.threads) {
-        const int c = i >> plan_.tile_bits, s = i & (plan_.tile_steps - 1);
-        if (c < place.channels && s < place.steps) f(c, s, s * step + (c - place.own) * stride);
+      const int steps = min(plan_.threads, plan_.tile_steps), first = thread_ & (steps - 1);
+      const int by = steps / kSteps * layout.thread;  // steps is a multiple of kSteps
+      for (int c = thread_ / steps; c < place.channels; c += plan_.threads / steps) {
+        int64_t offset = first * step + (c - place.own) * stride;
+        int at = layout.at(c, first);
+#pragma unroll 4
+        for (int s = first; s < place.steps; s += steps, offset += steps * step, at += by) f(s, offset, at);
       }
     } else {
       constexpr int kBits = kVector == 8 ? 3 : kVector / 2;
@@ -200,7 +204,7 @@ class TiledScan {
       int s = thread_ >> bits;
       int64_t offset = s * step + (c - place.own);  // that is 0 for single elements
 #pragma unroll 2
-      for (; s < place.steps; s += by, offset += by * step) f(c, s, offset);
+      for (; s < place.steps; s += by, offset += by * step) f(s, offset, layout.at(c, s));
     }
   }
 
@@ -223,12 +227,12 @@ class TiledScan {
     const int least = place.first_step + later < 0 ? -later : 0;
     const int most = place.steps + later > steps_left ? place.steps - later : place.steps;
     if (vectors) {
-      for_each_vector<kVector>(place, operand.step, 1, [&](int c, int s, int64_t offset) {
-        if (least <= s && s < most) copy_to_shared<16>(to + layout.at(c, s), from + offset);
+      for_each_vector<kVector>(place, operand.step, 1, layout, [&](int s, int64_t offset, int at) {
+        if (least <= s && s < most) copy_to_shared<16>(to + at, from + offset);
       });
     } else {
-      for_each_vector<1>(place, operand.step, operand.strides[0], [&](int c, int s, int64_t offset) {
-        if (least <= s && s < most) copy_to_shared<sizeof(E)>(to + layout.at(c, s), from + offset);
+      for_each_vector<1>(place, operand.step, operand.strides[0], layout, [&](int s, int64_t offset, int at) {
+        if (least <= s && s < most) copy_to_shared<sizeof(E)>(to + at, from + offset);
       });
     }
   }
@@ -239,12 +243,12 @@ class TiledScan {
                                         const ScanOperand<E>& operand, bool vectors) const {
     constexpr int kVector = 16 / sizeof(E);
     if (vectors) {
-      for_each_vector<kVector>(place, operand.step, 1, [&](int c, int s, int64_t offset) {
-        *reinterpret_cast<uint4*>(to + offset) = *reinterpret_cast<const uint4*>(from + layout.at(c, s));
+      for_each_vector<kVector>(place, operand.step, 1, layout, [&](int, int64_t offset, int at) {
+        *reinterpret_cast<uint4*>(to + offset) = *reinterpret_cast<const uint4*>(from + at);
       });
     } else {
-      for_each_vector<1>(place, operand.step, operand.strides[0],
-                         [&](int c, int s, int64_t offset) { to[offset] = from[layout.at(c, s)]; });
+      for_each_vector<1>(place, operand.step, operand.strides[0], layout,
+                         [&](int, int64_t offset, int at) { to[offset] = from[at]; });
     }
   }
 
@@ -275,18 +279,21 @@ class TiledScan {
   template <bool kResets>
   __device__ __forceinline__ F reduced(const C* a, const T* b, uint64_t forgets) const {
     F mine = F::identity();
-    bool any_zero = false;
+    const C* factors = a;
 #pragma unroll 4
     for (int k = 0; k < kSteps; ++k) {
-      const A factor = kResets && (forgets >> k & 1) ? A{} : scan_.factor(*a);
-      any_zero = any_zero || is_zero(factor);
-      const W wide = to_wide(factor);
-      mine = {multiply(wide, mine.a), multiply_add(wide, mine.b, to_wide(widen(*b)))};
-      a += of_a_.step, b += of_b_.step;
+      const W factor = to_wide(kResets && (forgets >> k & 1) ? A{} : scan_.factor(*factors));
+      mine = {multiply(factor, mine.a), multiply_add(factor, mine.b, to_wide(widen(*b)))};
+      factors += of_a_.step, b += of_b_.step;
     }
-    mine.a = without_underflow(mine.a, any_zero);
+    if (is_zero(mine.a)) mine.a = without_underflow(mine.a, (kResets && forgets) || has_zero(a));
     if (kResets && forgets) mark_reset(mine.a);
     return mine;
+  }
+  __device__ __forceinline__ bool has_zero(const C* a) const {
+    bool found = false;
+    for (int k = 0; k < kSteps; ++k) found = found || is_zero(scan_.factor(a[k * of_a_.step]));
+    return found;
   }
 
   // Runs the thread's steps from the state h, leaves the results in the buffer, and returns the last state.
