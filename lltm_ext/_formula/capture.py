@@ -453,8 +453,9 @@ def explained(error: BaseException) -> str:
         return f"calls {called} on several values at once, {reason_of(called) or ONE_UNIT}"
     if isinstance(error, RuntimeError) and not raised_in.startswith(OWN):
         name = next((word for word in ("linear", "matmul", "conv") if word in message), "")
-        reason = reason_of(name) or f"{ONE_UNIT}, on tensors without dimensions and values"
-        return f"{message} ({reason})"
+        if reason := reason_of(name):
+            return f"calls {name}, {reason}"
+        return f"{message} ({ONE_UNIT}, on tensors without dimensions and values)"
     return str(error)
 
 

@@ -145,11 +145,13 @@ def call(
     result = function(**arguments)
     h, states = result if isinstance(result, tuple) and len(result) == 2 else (result, ())
     states = [states] if isinstance(states, Tensor) else states
-    expected = f"(h, ({', '.join(declared.states)}{',' if len(declared.states) == 1 else ''}))"
+    names = ", ".join(declared.states) + "," * (len(declared.states) == 1)
+    expected = f"(h, ({names}))" if names else "the new h, as the cell declares no states="
     if isinstance(h, (tuple, list)) or h is None or not isinstance(states, (tuple, list)):
         raise TypeError(f"expected the function to return {expected}, got {described(result)}")
     if len(states) != len(declared.states):
-        raise ValueError(f"expected the function to return {expected}, got {len(states)} states")
+        counted = f"{len(states)} state{'s' * (len(states) != 1)}"
+        raise ValueError(f"expected the function to return {expected}, got {counted}")
     for name, value in zip(("h", *declared.states), (h, *states), strict=True):
         if not isinstance(value, Tensor):
             raise TypeError(f"expected the new {name} to be a tensor, got {described(value)}")
