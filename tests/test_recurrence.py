@@ -425,7 +425,11 @@ def test_functions_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     "states, returned, message",
     [
-        ((), lambda x: (x[0], (x[0],)), "return the new h, as the cell declares no states=, got 1 state"),
+        (
+            (),
+            lambda x: (x[0], (x[0],)),
+            "expected the function to return the new h, as the cell declares no states=, got 1 state",
+        ),
         ((), lambda x: 1.0, "expected the new h to be a tensor, got 1.0"),
         (("c",), lambda x: x[0], r"expected the function to return \(h, \(c,\)\), got 0 states"),
         (("c", "n"), lambda x: (x[0], (x[0], 0.0)), "expected the new n to be a tensor, got 0.0"),
