@@ -7,16 +7,17 @@ class, and everything that the layer has or that refers to it stays as it is.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lltm_ext._rl import Adapter, adapt, restore
 from lltm_ext.lstm import LSTM
 from lltm_ext.rnn import GRU, RNN
 
-__all__ = ["from_torch", "to_torch"]
+__all__ = ["from_torch", "slstm_from_xlstm", "to_torch"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -93,6 +94,54 @@ def to_torch(model: Model) -> Model:
         elif isinstance(module, Adapter):
             restore(module)
     return model
+
+
+def slstm_from_xlstm(state_dict: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+    """The state_dict of an sLSTM layer here from a checkpoint of the xlstm package.
+
+    ::
+
+        found = lltm_ext.slstm_from_xlstm(checkpoint, prefix="blocks.0.xlstm.slstm_cell.")
+        layer = lltm_ext.Recurrent(lltm_ext.cells.slstm, None, hidden_size=512, heads=4)
+        layer.load_state_dict(found)
+        output, states = layer(gates)  # [T, B, 4*512], in the order i, f, z, o of that cell's input
+
+    Args:
+        state_dict: of an ``sLSTMCell``, or of a model that has one. The layouts of both of its backends,
+            "cuda" and "vanilla", are known by their shapes.
+        prefix: the name of the cell in the model, with the dot at its end.
+
+    Returns:
+        ``weight_hh_l0`` [4*H, H/heads] and ``bias_l0`` [4*H], which share no memory with the checkpoint.
+
+    Raises:
+        KeyError: if a tensor of this prefix is missing.
+        ValueError: for another shape.
+    """
+    names = [f"{prefix}_recurrent_kernel_", f"{prefix}_bias_"]
+    for name in names:
+        if name not in state_dict:
+            raise KeyError(f"slstm_from_xlstm: expected {name!r} in the state_dict, but it is missing")
+    kernel, bias = (state_dict[name] for name in names)
+    heads, size = kernel.shape[0], min(kernel.shape[1:])
+    layouts: dict[tuple[int, ...], str] = {
+        (heads, size, 4 * size): "cuda",
+        (heads, 4 * size, size): "vanilla",
+    }
+    if tuple(kernel.shape) not in layouts or bias.numel() != 4 * heads * size:
+        raise ValueError(
+            f"slstm_from_xlstm: expected {names[0]} of shape [heads, size, 4*size] or [heads, 4*size, size] "
+            f"and {names[1]} with 4*heads*size values, got {list(kernel.shape)} and {list(bias.shape)}"
+        )
+    if layouts[tuple(kernel.shape)] == "cuda":
+        kernel, bias = kernel.reshape(heads, size, 4, size).permute(2, 0, 3, 1), bias.view(heads, 4, size)
+        bias = bias.transpose(0, 1)
+    else:
+        kernel = kernel.reshape(heads, 4, size, size).transpose(0, 1)
+    return {
+        "weight_hh_l0": kernel.reshape(4 * heads * size, size).clone(),
+        "bias_l0": bias.reshape(-1).clone(),
+    }
 
 
 def _needs_lltm_ext(cls: type) -> bool:

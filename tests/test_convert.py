@@ -347,3 +347,51 @@ def test_a_model_without_torchs_layers_is_a_warning():
     model = nn.Sequential(nn.Linear(2, 2))
     with pytest.warns(UserWarning, match="from_torch: found no nn.LSTM, nn.GRU or nn.RNN in Sequential"):
         assert lltm_ext.from_torch(model) is model
+
+
+# ---- xlstm's sLSTM ---------------------------------------------------------------------------------------
+
+
+def xlstm_checkpoint(backend, kernel, bias):
+    """As xlstm's cell of a backend stores a kernel [heads, from, gates, to] and a bias [heads, gates, to]."""
+    if backend == "cuda":
+        return {"cell._recurrent_kernel_": kernel.flatten(2), "cell._bias_": bias.flatten()}
+    stored = kernel.permute(0, 2, 3, 1).flatten(1, 2)
+    return {"cell._recurrent_kernel_": stored, "cell._bias_": bias.transpose(0, 1).flatten()}
+
+
+def slstm_loop(gates, kernel, bias):
+    """The steps of the paper, from zeros, for gates [T, B, 4, heads, size]."""
+    y = c = n = m = torch.zeros_like(gates[0, :, 0])
+    found = []
+    for step in gates:
+        i, f, z, o = (step + torch.einsum("bhi,higo->bgho", y, kernel) + bias.transpose(0, 1)).unbind(1)
+        log_f = torch.nn.functional.logsigmoid(f) + m
+        m = i if not found else torch.maximum(i, log_f)
+        c = torch.exp(log_f - m) * c + torch.exp(i - m) * torch.tanh(z)
+        n = torch.exp(log_f - m) * n + torch.exp(i - m)
+        y = torch.sigmoid(o) * c / n
+        found.append(y)
+    return torch.stack(found).flatten(2)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "vanilla"])
+def test_a_checkpoint_of_xlstm_computes_the_same(backend):
+    torch.manual_seed(0)
+    steps, batch, heads, size = 9, 3, 2, 5
+    kernel = torch.randn(heads, size, 4, size, dtype=torch.float64)
+    bias = torch.randn(heads, 4, size, dtype=torch.float64)
+    gates = torch.randn(steps, batch, 4, heads, size, dtype=torch.float64)
+    found = lltm_ext.slstm_from_xlstm(xlstm_checkpoint(backend, kernel, bias), prefix="cell.")
+    layer = lltm_ext.Recurrent(lltm_ext.cells.slstm, None, heads * size, heads=heads, dtype=torch.float64)
+    layer.load_state_dict(found)
+    output, _ = layer(gates.flatten(2))
+    torch.testing.assert_close(output, slstm_loop(gates, kernel, bias), rtol=1e-12, atol=1e-12)
+
+
+def test_a_checkpoint_without_that_cell_is_refused():
+    with pytest.raises(KeyError, match=r"expected 'cell._recurrent_kernel_' in the state_dict"):
+        lltm_ext.slstm_from_xlstm({}, prefix="cell.")
+    wrong = {"_recurrent_kernel_": torch.zeros(2, 5, 15), "_bias_": torch.zeros(40)}
+    with pytest.raises(ValueError, match=r"\[heads, size, 4\*size\].*got \[2, 5, 15\] and \[40\]"):
+        lltm_ext.slstm_from_xlstm(wrong)
