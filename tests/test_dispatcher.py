@@ -19,7 +19,8 @@ from lltm_ext._unary import UNARY_OPS
 
 MODULES = sorted(stub.stem for stub in Path(_portable.PACKAGE, "_C").glob("*.pyi"))
 OPS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("lltm_ext::"))
-OTHERS = {"recurrence", "from_torch", "to_torch"}  # functions that are no ops
+# Functions that are no ops: spike consists of torch's.
+OTHERS = {"recurrence", "from_torch", "to_torch", "slstm_from_xlstm", "spike"}
 FUNCTIONS = [name for name in lltm_ext.__all__ if isinstance(getattr(lltm_ext, name), FunctionType)]
 STUBS = Path(__file__).parent.parent / "tools/stubs.py"
 
