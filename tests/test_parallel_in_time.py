@@ -137,8 +137,14 @@ def test_products_of_coefficients_may_overflow_where_h_does_not():
     reset[::500] = True
     output, _ = scaled(None, zeros + 1, factor=steps, value=torch.ones_like(steps), reset=reset)
     assert output[499].isinf().all() and output[500].eq(1).all() and output[510].isfinite().all()
-    y, _ = growing(torch.rand(1000, 2, 3, device="cuda"), (zeros, zeros), None, None)
-    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("steps", [1000, 20_000])
+def test_segments_without_a_map_are_run_step_by_step(steps):
+    """Of few units, whose lanes walk through many segments at once."""
+    input, zeros = torch.rand(steps, 2, 3, device="cuda"), torch.zeros(2, 3, device="cuda")
+    y, (h_n, y_n) = growing(input, (zeros, zeros), None, None)
+    assert torch.equal(y, input) and torch.equal(h_n, input[-1]) and torch.equal(y_n, input[-1])
 
 
 def test_a_factor_of_zero_ends_what_was_before():

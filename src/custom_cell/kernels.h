@@ -157,7 +157,7 @@ class CellOp {
 
   template <class Arguments>
   cudaError_t launch_independent(CellKernel which, const Arguments& sequence,
-                                 Segments<typename Arguments::A> segments, cudaStream_t stream) const {
+                                 const Segments<typename Arguments::A>& segments, cudaStream_t stream) const {
     const int64_t batch = sequence.steps.batch, hidden = sequence.hidden;
     DeviceInfo device;
     if (const cudaError_t error = device_info(device); error != cudaSuccess) return error;
@@ -166,18 +166,17 @@ class CellOp {
     const int64_t threads = batch * (hidden / which.independent_units),
                   step_bytes =
                       independent_step_bytes(shape(), which.independent_units, sizeof(typename Arguments::A));
-    segments.ring.threads = static_cast<int>(std::min<int64_t>(threads, kIndependentThreads));
-    const auto run = [&](const char* part, int64_t blocks, int64_t count) {
+    const auto run = [&](const char* part, int64_t threads, int64_t count) {
       which.part = part;
-      return run_independent_units(load_cell_kernel(program_, which), sequence, blocks, count, segments,
+      return run_independent_units(load_cell_kernel(program_, which), sequence, threads, count, segments,
                                    step_bytes, device, stream);
     };
-    const int64_t blocks = ceil_div(threads, kIndependentThreads);
-    if (!segments.maps) return run("", blocks, 1);
+    if (!segments.maps) return run("", threads, 1);
     const int64_t count = ceil_div(steps_of(sequence), segments.steps);
-    cudaError_t error = run("reduce", blocks, count - 1);
-    if (error == cudaSuccess) error = run("combine", batch * hidden, 1);  // a warp for each unit
-    return error == cudaSuccess ? run("", blocks, count) : error;
+    cudaError_t error = run("reduce", threads, count - 1);
+    // A warp for each unit, whose lanes each have places of the ring.
+    if (error == cudaSuccess) error = run("combine", batch * hidden * kIndependentThreads, 1);
+    return error == cudaSuccess ? run("", threads, count) : error;
   }
 
   template <class Arguments>

@@ -601,18 +601,21 @@ class Kernels {
     constexpr bool kHasMaps = kIsAffine<Cell> || std::is_same_v<Arguments, SequenceBackwardArguments<T>>;
     Segments<acc_t<T>> segments = {};
     segments.ring = {std::min(threads, kIndependentThreads), 3};
-    const size_t ring = segments.ring.stage_steps * kRingStages * segments.ring.threads *
-                        independent_step_bytes(kShape, units_each(), sizeof(acc_t<T>));
+    const size_t ring_of_thread = segments.ring.stage_steps * kRingStages *
+                                  independent_step_bytes(kShape, units_each(), sizeof(acc_t<T>)),
+                 ring = ring_of_thread * segments.ring.threads;
     if constexpr (kHasMaps && kShape.live_states() <= kMostMappedStates) {
       if (c_.segment_steps > 0) {
         segments.steps = c_.segment_steps, segments.maps = maps.data();
       }
     }
+    Segments<acc_t<T>> combined = segments;
+    combined.ring.threads = kIndependentThreads;
     if (segments.maps) {
       cuda_on_cpu::run({blocks, kIndependentThreads, 1, ring, std::max(count - 1, 1)},
                        [&] { ReduceSegments<Map>(arguments, independent_thread()).run(segments); });
-      cuda_on_cpu::run({c_.batch * c_.hidden, kIndependentThreads, 1, ring},
-                       [&] { CombineSegments<OneUnit>(arguments, blockIdx.x).run(segments); });
+      cuda_on_cpu::run({c_.batch * c_.hidden, kIndependentThreads, 1, ring_of_thread * kIndependentThreads},
+                       [&] { CombineSegments<OneUnit>(arguments, blockIdx.x).run(combined); });
     }
     cuda_on_cpu::run({blocks, kIndependentThreads, 1, ring, segments.maps ? count : 1},
                      [&] { Units(arguments, independent_thread()).run(segments); });

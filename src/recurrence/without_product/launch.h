@@ -12,16 +12,18 @@
 
 namespace lltm_ext {
 
-// Runs a kernel (a __global__ function or a cudaKernel_t) with `blocks` of a warp for each segment. The
-// caller sets segments.ring.threads.
+// Runs a kernel (a __global__ function or a cudaKernel_t) with so many threads for each segment, in
+// blocks of a warp.
 template <class Arguments>
-cudaError_t run_independent_units(const void* kernel, const Arguments& sequence, int64_t blocks,
+cudaError_t run_independent_units(const void* kernel, const Arguments& sequence, int64_t threads,
                                   int64_t segment_count, Segments<typename Arguments::A> segments,
                                   int64_t step_bytes, const DeviceInfo& device, cudaStream_t stream) {
   if (sequence.steps.batch * sequence.hidden == 0) return cudaSuccess;
   // The blocks of a multiprocessor share its memory. Rings of 48 KB keep enough bytes in flight. With more
   // blocks than fit, stages of a group of steps (for_steps) do.
   constexpr int64_t kMostBytes = 48 << 10, kMultiprocessorBytes = 192 << 10;
+  segments.ring.threads = static_cast<int>(std::min<int64_t>(threads, kIndependentThreads));
+  const int64_t blocks = ceil_div(threads, kIndependentThreads);
   const int64_t stage_bytes = kRingStages * segments.ring.threads * step_bytes,
                 blocks_each = ceil_div(blocks * segment_count, int64_t{device.multiprocessors});
   const int64_t share = clamped<int64_t>(kMultiprocessorBytes / blocks_each / stage_bytes, 4, 32);
