@@ -153,17 +153,23 @@ class LookBack {
     const int64_t segment = tile_ / kSegmentTiles - row_, first = segment * kSegmentTiles;
     if (segment < 0) return;  // the state before the first one is known
     F parts[kSegmentTiles], state = F::constant(initial);
-    bool is_known = segment == 0, has_parts;
-    do {
+    unsigned missing = 0;  // a bit a part
+#pragma unroll
+    for (int i = 0; i < kSegmentTiles; ++i) {
+      parts[i] = F::identity();
+      if (first + i < tile_) missing |= 1u << i;
+    }
+    bool is_known = segment == 0;
+    for (;;) {
       if (!is_known) is_known = read_published(after_ + (segment - 1) * width_, state);
-      has_parts = true;
 #pragma unroll
       for (int i = 0; i < kSegmentTiles; ++i) {
-        parts[i] = F::identity();
-        if (first + i < tile_)
-          has_parts = read_published(parts_ + (first + i) * width_, parts[i]) && has_parts;
+        const bool is_missing = missing >> i & 1;
+        if (is_missing && read_published(parts_ + (first + i) * width_, parts[i])) missing ^= 1u << i;
       }
-    } while (!has_parts || (must_know && !is_known));
+      if (!missing && (is_known || !must_know)) break;
+      __nanosleep(100);  // what blocks poll takes bandwidth from those that copy
+    }
     start_ = SegmentStart<F>(parts);
     const int at = row_ * width_ + column_;
     shared_.segments[at] = start_.with(parts[kSegmentTiles - 1]);

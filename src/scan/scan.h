@@ -237,6 +237,7 @@ SerialPlan plan_serial(const Scan& scan, const DeviceInfo& device) {
 // The most threads of a block; the steps of a thread.
 template <class Scan>
 constexpr int kScanThreads = 1024 / sizeof(typename Scan::A);
+constexpr int kScanBlocks = 2;  // of a multiprocessor, at most
 template <class Scan>
 constexpr int kScanSteps = (Scan::kBackward ? 64 : 128) / sizeof(typename Scan::A);
 
@@ -246,17 +247,14 @@ struct ScanPlan {
   int tile_steps, tile_bits;  // likewise
   int64_t groups;             // tiles side by side: channels / width
   int64_t tiles;              // tiles one after the other: steps / tile_steps
-  bool time_is_fastest;       // whether adjacent steps are neighbours in memory
 
   LLTM_HOST_DEVICE int64_t blocks() const { return groups * tiles; }
 };
 
-// time_is_fastest changes no result.
-inline ScanPlan plan_scan(int64_t steps, int64_t channels, int threads, int thread_steps,
-                          bool time_is_fastest) {
+inline ScanPlan plan_scan(int64_t steps, int64_t channels, int threads, int thread_steps) {
   // If there are few steps, more channels keep all threads busy.
   const int64_t most = larger<int64_t>(kScanWarp, threads / ceil_div(steps, thread_steps));
-  ScanPlan plan = {threads, 1, 0, threads * thread_steps, 0, 0, 0, time_is_fastest};
+  ScanPlan plan = {threads, 1, 0, threads * thread_steps, 0, 0, 0};
   while (plan.width < channels && 2 * plan.width <= most) plan.width *= 2, ++plan.width_bits;
   plan.tile_steps >>= plan.width_bits;
   while (1 << plan.tile_bits < plan.tile_steps) ++plan.tile_bits;
@@ -277,12 +275,10 @@ template <class Scan>
 using wide_t = typename ScanWide<typename Scan::A>::type;
 
 template <class Scan>
-bool time_is_fastest(const Scan& scan) {
-  return scan.channels.dims <= 1 && (scan.result.step == 1 || scan.result.step == -1) && scan.steps > 1;
-}
-template <class Scan>
 bool runs_serially(const Scan& scan) {
-  return scan.channels.count >= kScanManyChannels && !time_is_fastest(scan);
+  const bool time_is_fastest =
+      scan.channels.dims <= 1 && (scan.result.step == 1 || scan.result.step == -1) && scan.steps > 1;
+  return scan.channels.count >= kScanManyChannels && !time_is_fastest;
 }
 
 // ---- The launchers

@@ -359,6 +359,7 @@ inline int __syncthreads_or(int predicate) {
   return any;
 }
 inline int __syncthreads_and(int predicate) { return !__syncthreads_or(!predicate); }
+inline void __nanosleep(unsigned) {}
 inline void __syncwarp() { cuda_on_cpu::current_warp().barrier.wait(cuda_on_cpu::kWarpThreads); }
 
 template <class V>
