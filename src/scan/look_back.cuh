@@ -89,18 +89,20 @@ __device__ __forceinline__ F composed(const F (&tiles)[kSegmentTiles]) {
   return SegmentStart<F>(tiles).with(tiles[kSegmentTiles - 1]);
 }
 
-// Of a block: [segments, width].
+// Of a block with some number of threads: [segments, width], and [width].
 template <class F>
 struct LookBackShared {
   F* segments;                // as functions
   typename F::State* states;  // before the segments
   bool* is_known;             // whether the state before a segment is
+  typename F::State* before;  // the tile
 
-  static constexpr int kBytes = sizeof(F) + sizeof(typename F::State) + sizeof(bool);  // for each thread
+  static constexpr int kBytes = sizeof(F) + 2 * sizeof(typename F::State) + sizeof(bool);  // for each thread
   __device__ __forceinline__ LookBackShared(char* memory, int threads)
       : segments(reinterpret_cast<F*>(memory)),
         states(reinterpret_cast<typename F::State*>(segments + threads)),
-        is_known(reinterpret_cast<bool*>(states + threads)) {}
+        is_known(reinterpret_cast<bool*>(states + 2 * threads)),
+        before(states + threads) {}
 };
 
 // A tile among those of its channels. All threads of a block call each function together.
@@ -131,9 +133,9 @@ class LookBack {
   __device__ __forceinline__ State before(const State& initial, int depth) {
     if (row_ < depth) read_segment(initial, row_ + 1 == depth);
     __syncthreads();
-    if (row_ == 0) shared_.states[column_] = state_before();
+    if (row_ == 0) shared_.before[column_] = state_before();
     __syncthreads();
-    return shared_.states[column_];
+    return shared_.before[column_];
   }
 
   // By the threads of row 0, after `before`: if the tile is the last of its segment, tells the state after

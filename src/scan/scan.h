@@ -234,14 +234,12 @@ SerialPlan plan_serial(const Scan& scan, const DeviceInfo& device) {
 
 // ---- Fewer channels. A block has tiles of `width` channels and some steps.
 
-// The most threads of a block; the steps of a thread; the blocks of a multiprocessor, at most: as many as fit
-// into shared memory.
+// The most threads of a block; the steps of a thread.
 template <class Scan>
 constexpr int kScanThreads = 1024 / sizeof(typename Scan::A);
+constexpr int kScanBlocks = 2;  // of a multiprocessor, at most
 template <class Scan>
-constexpr int kScanSteps = 128 / sizeof(typename Scan::A);
-template <class Scan>
-constexpr int kScanBlocks = Scan::kBackward ? 2 : 3;
+constexpr int kScanSteps = (Scan::kBackward ? 64 : 128) / sizeof(typename Scan::A);
 
 struct ScanPlan {
   int threads;

@@ -18,10 +18,10 @@ __global__ void __launch_bounds__(kScanSerialThreads, kScanSerialBlocks)
 }
 
 template <class Scan>
-__global__ void __launch_bounds__(kScanThreads<Scan>, kScanBlocks<Scan>)
+__global__ void __launch_bounds__(kScanThreads<Scan>, kScanBlocks)
     tiled_scan_kernel(const __grid_constant__ Scan scan, const __grid_constant__ ScanPlan plan,
                       const __grid_constant__ TileLinks<Affine<wide_t<Scan>>> links,
-                      const __grid_constant__ TileMoves moves) {
+                      const __grid_constant__ TileMoves<Scan> moves) {
   TiledScan<Scan>(scan, plan, links, moves, gridDim.x, reinterpret_cast<char*>(dynamic_shared_floats()))
       .run();
 }
@@ -41,20 +41,21 @@ template <class Scan>
 cudaError_t run_tiles(const Scan& scan, void* workspace, const DeviceInfo& device, cudaStream_t stream) {
   using F = Affine<wide_t<Scan>>;
   using Links = TileLinks<F>;
-  const ScanPlan plan = plan_of(scan, device.shared_bytes);
+  const TileMoves<Scan> moves(scan);
+  const ScanPlan plan = plan_of(scan, moves, device.shared_bytes);
   if (plan.blocks() > INT32_MAX) return cudaErrorInvalidConfiguration;
   const auto kernel = tiled_scan_kernel<Scan>;
-  const int bytes = tile_shared_bytes<Scan>(plan.threads);
+  const int bytes = tile_shared_bytes(plan.threads, moves);
   const int64_t link_bytes = Links::bytes(plan.groups, plan.tiles, plan.width);
   cudaError_t error = set_max_dynamic_shared(kernel, bytes);
   if (error == cudaSuccess && link_bytes > 0) error = cudaMemsetAsync(workspace, 0xff, link_bytes, stream);
   if (error != cudaSuccess) return error;
   // More blocks than run at once would be right, too: the last ones would find no tile left.
   const int64_t at_once =
-      int64_t{device.multiprocessors} * std::min(kScanBlocks<Scan>, device.shared_bytes / bytes);
+      int64_t{device.multiprocessors} * std::min(kScanBlocks, device.shared_bytes / bytes);
   const int64_t blocks = std::min(plan.blocks(), at_once);
   kernel<<<static_cast<unsigned>(blocks), plan.threads, bytes, stream>>>(
-      scan, plan, Links::in(workspace, plan.groups, plan.tiles, plan.width), tile_moves_of(scan, plan));
+      scan, plan, Links::in(workspace, plan.groups, plan.tiles, plan.width), moves);
   return cudaGetLastError();
 }
 
@@ -64,7 +65,7 @@ template <class Scan>
 cudaError_t scan_workspace_bytes(const Scan& scan, int64_t& bytes) {
   DeviceInfo device;
   if (const cudaError_t error = current_device_info(device); error != cudaSuccess) return error;
-  const ScanPlan plan = plan_of(scan, device.shared_bytes);
+  const ScanPlan plan = plan_of(scan, TileMoves<Scan>(scan), device.shared_bytes);
   bytes =
       runs_serially(scan) ? 0 : TileLinks<Affine<wide_t<Scan>>>::bytes(plan.groups, plan.tiles, plan.width);
   return cudaSuccess;

@@ -130,14 +130,14 @@ void run(const Scan& scan, int shared_bytes) {
           }
         });
   }
-  const ScanPlan plan = plan_of(scan, shared_bytes);
-  const TileMoves moves = tile_moves_of(scan, plan);
+  const TileMoves<Scan> moves(scan);
+  const ScanPlan plan = plan_of(scan, moves, shared_bytes);
   using Links = TileLinks<Affine<wide_t<Scan>>>;
   std::vector<uint4> memory(Links::bytes(plan.groups, plan.tiles, plan.width) / sizeof(uint4) + 1);
   std::memset(memory.data(), 0xff, memory.size() * sizeof(uint4));
   const Links links = Links::in(memory.data(), plan.groups, plan.tiles, plan.width);
   const int blocks = std::min(blocks_of(plan.blocks()), 7);
-  const int bytes = tile_shared_bytes<Scan>(plan.threads);
+  const int bytes = tile_shared_bytes(plan.threads, moves);
   cuda_on_cpu::run({blocks, plan.threads, 1, static_cast<size_t>(bytes)}, [&] {
     auto* const shared = reinterpret_cast<char*>(current_block().memory());
     TiledScan<Scan>(scan, plan, links, moves, blocks, shared).run();
