@@ -1,8 +1,7 @@
 """scan and cells without a product: compared with a copy of the same bytes and with other libraries' scans.
 
-All is float32. "Copy" moves as many bytes as a call has to, by a kernel: torch's copy of memory in a CUDA graph
-takes half as long again. What these bytes are, ``BYTES`` and
-``bytes_of_cell`` say. Times are the device's.
+All is float32. "Copy" moves as many bytes as a call has to, by a kernel: torch's copy of memory takes half as
+long again in a CUDA graph. What these bytes are, ``BYTES`` and ``bytes_of_cell`` say. Times are the device's.
 
 - scan: the steps are [T, B, H], with an a and a b for each. The peers are torch's associative_scan, with a
   backward made of it (its own one gives the gradient zero for a), accelerated-scan's kernels in Triton and
