@@ -232,7 +232,7 @@ SerialPlan plan_serial(const Scan& scan, const DeviceInfo& device) {
   return plan;
 }
 
-// ---- Fewer channels. A block has tiles of `width` channels and some steps.
+// ---- Fewer channels, or few steps. A block has tiles of `width` channels and some steps.
 
 // The most threads of a block; the steps of a thread.
 template <class Scan>
@@ -274,11 +274,12 @@ struct ScanWide<Complex<R>> {
 template <class Scan>
 using wide_t = typename ScanWide<typename Scan::A>::type;
 
+// Where all steps fit into a tile of so many channels as a warp has threads, no tile waits for another.
 template <class Scan>
 bool runs_serially(const Scan& scan) {
-  const bool time_is_fastest =
-      scan.channels.dims <= 1 && (scan.result.step == 1 || scan.result.step == -1) && scan.steps > 1;
-  return scan.channels.count >= kScanManyChannels && !time_is_fastest;
+  constexpr int kTileSteps = kScanThreads<Scan> / kScanWarp * kScanSteps<Scan>;
+  const bool time_is_fastest = scan.channels.dims <= 1 && (scan.result.step == 1 || scan.result.step == -1);
+  return scan.channels.count >= kScanManyChannels && scan.steps > kTileSteps && !time_is_fastest;
 }
 
 // ---- The launchers

@@ -1,4 +1,4 @@
-// The scan of few channels: time is divided too.
+// The scan of few channels, or of few steps: time is divided too.
 //
 // A block takes tiles of some channels and steps, one after the other; while it waits, other blocks of the
 // multiprocessor run theirs. Each of its threads reads some successive steps of one channel to registers and
