@@ -535,11 +535,15 @@ def test_other_architectures(architecture, backward):
 @passes
 def test_kernels_of_independent_units_compile(name, architecture, backward):
     for dtype in (*TYPES, DOUBLE):
-        one, pair = (
-            binary(CELLS[name].program, dtype, backward, -1, architecture, independent_units=units)
-            for units in (1, 2)
+        one, pair, dense = (
+            binary(CELLS[name].program, dtype, backward, -1, architecture, **how)
+            for how in (
+                {"independent_units": 1},
+                {"independent_units": 2},
+                {"independent_units": 2, "dense": True},
+            )
         )
-        assert one != pair
+        assert one != pair != dense
 
 
 @compiled_for(["mingru", *WITHOUT_PRODUCT], "mingru", "sm_75", "sm_120")
@@ -547,7 +551,7 @@ def test_kernels_of_independent_units_compile(name, architecture, backward):
 def test_kernels_of_segments_of_independent_units_compile(name, architecture, backward):
     for dtype in (torch.bfloat16, torch.float32, DOUBLE):
         for part in ("reduce", "combine"):
-            how = {"independent_units": 2, "part": part}
+            how = {"independent_units": 2, "part": part, "dense": part == "reduce"}
             binary(CELLS[name].program, dtype, backward, -1, architecture, **how)
 
 

@@ -166,6 +166,7 @@ class CellOp {
     const int64_t threads = batch * (hidden / which.independent_units),
                   step_bytes =
                       independent_step_bytes(shape(), which.independent_units, sizeof(typename Arguments::A));
+    which.dense = !sequence.steps.first_rows && !sequence.reset;
     const auto run = [&](const char* part, int64_t threads, int64_t count) {
       which.part = part;
       return run_independent_units(load_cell_kernel(program_, which), sequence, threads, count, segments,

@@ -64,7 +64,8 @@ KernelText text_of(const CellKernel& kernel) {
   }
   if (kernel.is_independent()) {
     const bool reduces = kernel.part == "reduce", combines = kernel.part == "combine";
-    const std::string of_cell = c10::str("<Cell, T, ", combines ? 1 : kernel.independent_units, ">"),
+    const std::string of_cell = c10::str("<Cell, T, ", combines ? 1 : kernel.independent_units,
+                                         kernel.dense ? ", true>" : ", false>"),
                       steps = c10::str("Independent", direction, of_cell);
     return {reduces || combines ? "without_product/parallel.cuh"
             : kernel.backward   ? "without_product/backward.cuh"

@@ -34,6 +34,7 @@ struct CellKernel {
   int small_batch = 0;        // most rows of a step
   int single_step_rows = 0;   // rows of a tile of a sequence of one step
   bool on_tensor_cores = false;
+  bool dense = false;  // of independent units: all rows at every step, without resets
 
   bool is_persistent() const { return variant >= 0; }
   bool is_fused_step() const { return fused_rows > 0; }
@@ -42,7 +43,7 @@ struct CellKernel {
   bool is_single_step() const { return single_step_rows > 0; }
   auto key() const {
     return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, part, small_batch,
-                           single_step_rows, on_tensor_cores);
+                           single_step_rows, on_tensor_cores, dense);
   }
 };
 

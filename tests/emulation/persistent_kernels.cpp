@@ -583,13 +583,20 @@ class Kernels {
   }
 
   int units_each() const { return independent_units(c_.batch, c_.hidden, sizeof(T), /*has_segments=*/true); }
-  template <template <class, typename, int> class Units, template <class, typename, int> class Map,
-            class Arguments>
+  template <template <class, typename, int, bool> class Units,
+            template <class, typename, int, bool> class Map, class Arguments>
   void launch_independent(const Arguments& arguments) const {
+    if (arguments.steps.first_rows || arguments.reset) return launch_units<Units, Map, false>(arguments);
+    launch_units<Units, Map, true>(arguments);
+  }
+  template <template <class, typename, int, bool> class Units,
+            template <class, typename, int, bool> class Map, bool kDense, class Arguments>
+  void launch_units(const Arguments& arguments) const {
+    using OneUnit = Units<Cell, T, 1, kDense>;
     if (units_each() == 2) {
-      launch_segments<Units<Cell, T, 2>, Map<Cell, T, 2>, Units<Cell, T, 1>>(arguments);
+      launch_segments<Units<Cell, T, 2, kDense>, Map<Cell, T, 2, kDense>, OneUnit>(arguments);
     } else {
-      launch_segments<Units<Cell, T, 1>, Map<Cell, T, 1>, Units<Cell, T, 1>>(arguments);
+      launch_segments<OneUnit, Map<Cell, T, 1, kDense>, OneUnit>(arguments);
     }
   }
   template <class Units, class Map, class OneUnit, class Arguments>
@@ -600,22 +607,19 @@ class Kernels {
     Array<acc_t<T>> maps = unwritten<acc_t<T>>(size_t(count) * map_planes(kShape) * c_.batch * c_.hidden);
     constexpr bool kHasMaps = kIsAffine<Cell> || std::is_same_v<Arguments, SequenceBackwardArguments<T>>;
     Segments<acc_t<T>> segments = {};
-    segments.ring = {std::min(threads, kIndependentThreads), 3};
-    const size_t ring_of_thread = segments.ring.stage_steps * kRingStages *
-                                  independent_step_bytes(kShape, units_each(), sizeof(acc_t<T>)),
-                 ring = ring_of_thread * segments.ring.threads;
+    segments.stage_steps = 5;  // a group of steps, and single ones
+    const size_t ring = kIndependentThreads * segments.stage_steps * kRingStages *
+                        independent_step_bytes(kShape, units_each(), sizeof(acc_t<T>));
     if constexpr (kHasMaps && kShape.live_states() <= kMostMappedStates) {
       if (c_.segment_steps > 0) {
         segments.steps = c_.segment_steps, segments.maps = maps.data();
       }
     }
-    Segments<acc_t<T>> combined = segments;
-    combined.ring.threads = kIndependentThreads;
     if (segments.maps) {
       cuda_on_cpu::run({blocks, kIndependentThreads, 1, ring, std::max(count - 1, 1)},
                        [&] { ReduceSegments<Map>(arguments, independent_thread()).run(segments); });
-      cuda_on_cpu::run({c_.batch * c_.hidden, kIndependentThreads, 1, ring_of_thread * kIndependentThreads},
-                       [&] { CombineSegments<OneUnit>(arguments, blockIdx.x).run(combined); });
+      cuda_on_cpu::run({c_.batch * c_.hidden, kIndependentThreads, 1, ring},
+                       [&] { CombineSegments<OneUnit>(arguments, blockIdx.x).run(segments); });
     }
     cuda_on_cpu::run({blocks, kIndependentThreads, 1, ring, segments.maps ? count : 1},
                      [&] { Units(arguments, independent_thread()).run(segments); });

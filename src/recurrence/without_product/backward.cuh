@@ -6,10 +6,10 @@
 
 namespace lltm_ext {
 
-template <class Cell, typename T, int kUnits>
-class IndependentBackward : public IndependentUnits<Cell, T, kUnits> {
+template <class Cell, typename T, int kUnits, bool kDense>
+class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
  public:
-  using Base = IndependentUnits<Cell, T, kUnits>;
+  using Base = IndependentUnits<Cell, T, kUnits, kDense>;
   using Base::h_, Base::in_, Base::kCarried, Base::kGates, Base::kParameters, Base::kStates,
       Base::kStepInputs, Base::plane, Base::row_, Base::state, Base::states_;
   using typename Base::A, typename Base::Math, typename Base::Saved, typename Base::Values;
@@ -99,7 +99,7 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits> {
       Cell::template backward<Math>(saved[u], in_[u], h_[u], states_[u], grads[u]);
       h_[u] = grads[u].h;
     }
-    if (inputs.lost == 0) return;
+    if (kDense || inputs.lost == 0) return;
     // Divides the gradients among what the row kept and, with resets to them, the initial h and states.
 #pragma unroll
     for (int i = 0; i < kCarried; ++i) {
@@ -123,7 +123,7 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits> {
       f(inputs.steps[k], Base::plane_at(args_.step_inputs, at, kStepInputs, k));
     }
     if (args_.grad_output) f(inputs.grad_output, Base::plane_at(args_.grad_output, at, 1, 0));
-    if (args_.reset) f(inputs.lost, args_.resets().share(Base::row_of(n)));
+    if (!kDense && args_.reset) f(inputs.lost, args_.resets().share(Base::row_of(n)));
   }
 
   __device__ void store_step(int64_t at, const CellGradients<Cell, A> (&grads)[kUnits],

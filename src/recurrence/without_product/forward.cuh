@@ -5,10 +5,10 @@
 
 namespace lltm_ext {
 
-template <class Cell, typename T, int kUnits>
-class IndependentForward : public IndependentUnits<Cell, T, kUnits> {
+template <class Cell, typename T, int kUnits, bool kDense>
+class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense> {
  public:
-  using Base = IndependentUnits<Cell, T, kUnits>;
+  using Base = IndependentUnits<Cell, T, kUnits, kDense>;
   using Base::h_, Base::in_, Base::kGates, Base::kStates, Base::kStepInputs, Base::plane, Base::row_,
       Base::state, Base::states_;
   using typename Base::A, typename Base::Math, typename Base::Saved, typename Base::Values;
@@ -65,7 +65,7 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits> {
 
   __device__ void step(const Inputs& inputs, Saved& saved) {
     Base::set_step_inputs(inputs.steps);
-    if (inputs.lost != 0) reset(inputs.lost);
+    if (!kDense && inputs.lost != 0) reset(inputs.lost);
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
@@ -109,7 +109,7 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits> {
     for (int k = 0; k < kStepInputs; ++k) {
       f(inputs.steps[k], Base::plane_at(args_.step_inputs, at, kStepInputs, k));
     }
-    if (args_.reset) f(inputs.lost, args_.resets().share(Base::row_of(n)));
+    if (!kDense && args_.reset) f(inputs.lost, args_.resets().share(Base::row_of(n)));
   }
 
   __device__ void store_step(int64_t at, const Saved& saved) const {

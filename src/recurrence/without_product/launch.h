@@ -22,13 +22,13 @@ cudaError_t run_independent_units(const void* kernel, const Arguments& sequence,
   // The blocks of a multiprocessor share its memory. Rings of 48 KB keep enough bytes in flight. With more
   // blocks than fit, stages of a group of steps (for_steps) do.
   constexpr int64_t kMostBytes = 48 << 10, kMultiprocessorBytes = 192 << 10;
-  segments.ring.threads = static_cast<int>(std::min<int64_t>(threads, kIndependentThreads));
   const int64_t blocks = ceil_div(threads, kIndependentThreads);
-  const int64_t stage_bytes = kRingStages * segments.ring.threads * step_bytes,
+  const int64_t stage_bytes = kRingStages * kIndependentThreads * step_bytes,
                 blocks_each = ceil_div(blocks * segment_count, int64_t{device.multiprocessors});
   const int64_t share = clamped<int64_t>(kMultiprocessorBytes / blocks_each / stage_bytes, 4, 32);
-  segments.ring.stage_steps = static_cast<int>(clamped<int64_t>(kMostBytes / stage_bytes, 1, share));
-  const int bytes = static_cast<int>(segments.ring.stage_steps * stage_bytes);
+  segments.stage_steps = static_cast<int>(clamped<int64_t>(kMostBytes / stage_bytes, 1, share));
+  if (segments.stage_steps > 4) segments.stage_steps -= segments.stage_steps % 4;  // whole groups
+  const int bytes = static_cast<int>(segments.stage_steps * stage_bytes);
   const cudaError_t error = set_max_dynamic_shared(kernel, bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config = {};

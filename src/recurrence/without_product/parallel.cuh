@@ -71,10 +71,10 @@ __device__ void pull_back(Units& units, int u, const Saved& saved,
 }
 
 // 1 forward. A gradient of a new value with respect to an old one is a coefficient of the step.
-template <class Cell, typename T, int kUnits>
-class ForwardMap : public IndependentForward<Cell, T, kUnits> {
+template <class Cell, typename T, int kUnits, bool kDense>
+class ForwardMap : public IndependentForward<Cell, T, kUnits, kDense> {
  protected:
-  using Units = IndependentForward<Cell, T, kUnits>;
+  using Units = IndependentForward<Cell, T, kUnits, kDense>;
   using Units::Units;
 
   __device__ void reduce(int begin, int end, Coefficients<Units> (&maps)[kUnits]) {
@@ -86,7 +86,7 @@ class ForwardMap : public IndependentForward<Cell, T, kUnits> {
         Coefficients<Units> of_step;
 #pragma unroll
         for (int i = 0; i < Units::kLive; ++i) pull_back(*this, u, saved, of_step.of[i]);
-        maps[u].keep(inputs.lost);
+        if (!kDense) maps[u].keep(inputs.lost);
         maps[u].then(of_step);
       }
     });
@@ -94,10 +94,10 @@ class ForwardMap : public IndependentForward<Cell, T, kUnits> {
 };
 
 // 1 backward. A step pulls the columns of the coefficients back.
-template <class Cell, typename T, int kUnits>
-class BackwardMap : public IndependentBackward<Cell, T, kUnits> {
+template <class Cell, typename T, int kUnits, bool kDense>
+class BackwardMap : public IndependentBackward<Cell, T, kUnits, kDense> {
  protected:
-  using Units = IndependentBackward<Cell, T, kUnits>;
+  using Units = IndependentBackward<Cell, T, kUnits, kDense>;
   using Units::Units;
 
   __device__ void reduce(int begin, int end, Coefficients<Units> (&maps)[kUnits]) {
@@ -118,7 +118,7 @@ class BackwardMap : public IndependentBackward<Cell, T, kUnits> {
 #pragma unroll
           for (int i = 0; i < kLive; ++i) maps[u].of[i][j] = column[i];
         }
-        maps[u].keep(inputs.lost);
+        if (!kDense) maps[u].keep(inputs.lost);
       }
     });
   }

@@ -18,20 +18,14 @@ constexpr int independent_units(int64_t batch, int64_t hidden, int value_bytes, 
   return hidden % 2 == 0 && pairs ? 2 : 1;
 }
 
-// The steps that a block copies ahead (IndependentUnits::for_steps).
-struct StepRing {
-  int threads;      // of a block, that have units, at most
-  int stage_steps;  // of a stage
-};
-
 // A segment is some successive steps of a row, in the order in which a kernel computes them. Segments run in
 // parallel (parallel.cuh): blockIdx.y is the segment. Before they do, the values that each one starts from
 // replace the rests of its map.
 template <typename A>
 struct Segments {
-  int steps;  // of each; a row's last segment has the rest of its steps
-  A* maps;    // [segments, map_planes, B, H]; null: one thread runs all steps of a row
-  StepRing ring = {};
+  int steps;            // of each; a row's last segment has the rest of its steps
+  A* maps;              // [segments, map_planes, B, H]; null: one thread runs all steps of a row
+  int stage_steps = 0;  // that a block copies ahead at once (IndependentUnits::for_steps)
 };
 
 // The values that steps hand on: h and the states. A map from them to those after a segment has a rest for

@@ -20,7 +20,8 @@ __device__ inline int64_t independent_thread() {
   return int64_t{blockIdx.x} * kIndependentThreads + threadIdx.x;
 }
 
-template <class Cell_, typename T_, int kUnits_>
+// kDense_: every step has all rows of the batch, and none is reset.
+template <class Cell_, typename T_, int kUnits_, bool kDense_>
 class IndependentUnits {
  public:
   using Cell = Cell_;
@@ -32,6 +33,7 @@ class IndependentUnits {
                        kExtra = kShape.extra();
   static constexpr int kStates = Cell::kStates, kParameters = Cell::kParameters,
                        kStepInputs = Cell::kStepInputs, kUnits = kUnits_;
+  static constexpr bool kDense = kDense_;
   static constexpr int kCarried = 1 + kStates;              // values that steps hand on; the first is h
   static constexpr int kFirstLive = Cell::kReadsH ? 0 : 1;  // the first that steps read
   static constexpr int kLive = kCarried - kFirstLive, kMapPlanes = map_planes(kShape);
@@ -58,7 +60,7 @@ class IndependentUnits {
   // Of steps [begin, end), those that the thread has: a packed sequence's last time steps may lack its row.
   // The kernel computes them from the first one or, backward, from the last one.
   __device__ void take_steps(int begin, int end, bool backward) {
-    if (order_.first_rows) {
+    if (is_packed()) {
       int has = 0, lacks = order_.length;  // the first `has` time steps have the row
       while (has < lacks) {
         const int t = (has + lacks) / 2;
@@ -90,42 +92,48 @@ class IndependentUnits {
   __device__ __forceinline__ void for_steps(int begin, int end, const Sources& sources, Step&& step) const {
     constexpr int kAhead = kRingStages - 1, kGroup = sizeof(Inputs) <= 48 ? 4 : 2;
     const auto copy_stage = [&](int first, int stage) {
-      const int count = min(ring_.stage_steps, end - first);
+      const int count = min(stage_steps_, end - first);
       int64_t at = 0;
 #pragma unroll 4
       for (int i = 0; i < count; ++i) {
         at = i == 0 ? row_of(first) * hidden_ : next_row(at, first + i);
         Inputs inputs;
-        sources(first + i, at, inputs, Ahead<Inputs>{{step_place<Inputs>(stage, i), ring_.threads, inputs}});
+        sources(first + i, at, inputs, Ahead<Inputs>{{step_place<Inputs>(stage, i), inputs}});
       }
       cp_async_commit_group();
     };
 #pragma unroll
-    for (int stage = 0; stage < kAhead; ++stage) copy_stage(begin + stage * ring_.stage_steps, stage);
+    for (int stage = 0; stage < kAhead; ++stage) copy_stage(begin + stage * stage_steps_, stage);
     int64_t at = begin < end ? row_of(begin) * hidden_ : 0;
     for (int first = begin, stage = 0; first < end;
-         first += ring_.stage_steps, stage = (stage + 1) % kRingStages) {
-      copy_stage(first + kAhead * ring_.stage_steps, (stage + kAhead) % kRingStages);
+         first += stage_steps_, stage = (stage + 1) % kRingStages) {
+      copy_stage(first + kAhead * stage_steps_, (stage + kAhead) % kRingStages);
       cp_async_wait_group<kAhead>();
-      const int count = min(ring_.stage_steps, end - first);
-      for (int done = 0; done < count; done += kGroup) {
-        Inputs group[kGroup] = {};
+      const int count = min(stage_steps_, end - first);
+      // A group of steps is read before its first one runs.
+      const auto run_group = [&](int done, auto size) {
+        Inputs group[size.value] = {};
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          const int n = min(done + i, count - 1);
-          sources(first + n, at, group[i],
-                  Arrived<Inputs>{{step_place<Inputs>(stage, n), ring_.threads, group[i]}});
+        for (int i = 0; i < size.value; ++i) {
+          sources(first + done + i, at, group[i],
+                  Arrived<Inputs>{{step_place<Inputs>(stage, done + i), group[i]}});
         }
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          const int n = first + done + i;
-          if (done + i >= count) continue;
+        for (int i = 0; i < size.value; ++i) {
           step(at, group[i]);
-          if (n + 1 < end) at = next_row(at, n + 1);
+          const int n = first + done + i;
+          if (kDense || n + 1 < end) at = next_row(at, n + 1);
         }
-      }
+      };
+      int done = 0;
+      for (; done + kGroup <= count; done += kGroup) run_group(done, Size<kGroup>());
+      for (; done < count; ++done) run_group(done, Size<1>());
     }
   }
+  template <int kSize>
+  struct Size {
+    static constexpr int value = kSize;
+  };
 
   // Calls step(n, inputs) for n = begin, ..., end - 1. A group of steps is computed while load(n, inputs) of
   // the next group is in flight. Both groups are in registers, so more values a step make smaller groups.
@@ -155,13 +163,12 @@ class IndependentUnits {
   template <class Inputs>
   struct RingStep {
     char* memory;
-    int threads;
     Inputs& inputs;
 
     template <class V>
     __device__ V* place(const V& value) const {
       const auto offset = reinterpret_cast<const char*>(&value) - reinterpret_cast<const char*>(&inputs);
-      return reinterpret_cast<V*>(memory + offset * threads + threadIdx.x * sizeof(V));
+      return reinterpret_cast<V*>(memory + offset * kIndependentThreads + threadIdx.x * sizeof(V));
     }
   };
   template <class Inputs>
@@ -189,23 +196,24 @@ class IndependentUnits {
   template <class Inputs>
   __device__ char* step_place(int stage, int step) const {
     return reinterpret_cast<char*>(dynamic_shared_floats()) +
-           (stage * ring_.stage_steps + step) * ring_.threads * sizeof(Inputs);
+           (stage * stage_steps_ + step) * kIndependentThreads * sizeof(Inputs);
   }
 
   // Returns whether the thread has units.
   __device__ bool begins(const Segments<A>& segments) {
-    ring_ = segments.ring;
+    stage_steps_ = segments.stage_steps;
     return exists();
   }
 
   // The row of the thread's step n, and its place in [N, H], given that of the step before.
   __device__ int64_t row_of(int n) const {
     const int time = first_time_ + n * time_step_;
-    return (order_.first_rows ? order_.first_rows[time] : int64_t{time} * order_.batch) + row_;
+    return (is_packed() ? order_.first_rows[time] : int64_t{time} * order_.batch) + row_;
   }
   __device__ int64_t next_row(int64_t before, int n) const {
-    return order_.first_rows ? row_of(n) * hidden_ : before + stride_;
+    return is_packed() ? row_of(n) * hidden_ : before + stride_;
   }
+  __device__ bool is_packed() const { return !kDense && order_.first_rows; }
 
   // Where the thread's units are in [rows, planes, H], given the row's place in [rows, H]; in that array,
   // given the row; and in [S, B, H].
@@ -284,8 +292,8 @@ class IndependentUnits {
   int64_t row_;  // in the batch
   int unit_;     // the thread's first
   int count_ = 0, first_time_, time_step_;
-  int64_t stride_;  // from one step's row to the next in [N, H], if all steps have the batch
-  StepRing ring_ = {};
+  int64_t stride_;       // from one step's row to the next in [N, H], if all steps have the batch
+  int stage_steps_ = 0;  // Segments
   CellInputs<Cell, A> in_[kUnits];
   A h_[kUnits] = {}, states_[kUnits][at_least_one(kStates)] = {};
 };
