@@ -489,7 +489,7 @@ class RecurrentCell:
 
         Args:
             dtype: of the input.
-            hidden_size, batch: H and B. Other sizes may need other kernels.
+            hidden_size, batch: H and B. Other sizes, and packed sequences, may need other kernels.
             reset: whether the calls have resets.
             reset_to: "zeros" or "initial", as for the calls.
             device: the CUDA device of the calls.

@@ -102,7 +102,7 @@ class IndependentUnits {
       }
       cp_async_commit_group();
     };
-#pragma unroll
+#pragma unroll 1
     for (int stage = 0; stage < kAhead; ++stage) copy_stage(begin + stage * stage_steps_, stage);
     int64_t at = begin < end ? row_of(begin) * hidden_ : 0;
     for (int first = begin, stage = 0; first < end;
