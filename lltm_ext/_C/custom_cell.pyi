@@ -12,6 +12,7 @@ def source(
     single_step_rows: int = 0,
     on_tensor_cores: bool = False,
     part: str = "",
+    dense: bool = False,
 ) -> str: ...
 def compile(
     program: str,
@@ -26,6 +27,7 @@ def compile(
     single_step_rows: int = 0,
     on_tensor_cores: bool = False,
     part: str = "",
+    dense: bool = False,
 ) -> bytes: ...
 def compilations() -> int: ...
 def add_compiled_cell(arg0: str, arg1: int) -> None: ...
