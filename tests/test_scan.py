@@ -172,7 +172,7 @@ def assert_within_the_bound(a, b, initial=None, **how):
 
 
 REALS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-SHAPES = [(20_000,), (9000, 3), (1200, 40), (3, 1500)]
+SHAPES = [(9000,), (9000, 3), (1200, 40), (3, 1500), (300, 2100)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -333,7 +333,7 @@ def test_the_strides_of_b_are_kept(device):
     assert lltm_ext.scan(a[0], b).is_contiguous()
 
 
-@pytest.mark.parametrize("shape", [(20_000, 1), (9000, 3), (1200, 40), (20, 1500), (700, 5, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(9000, 1), (9000, 3), (1200, 40), (20, 1500), (300, 2100), (700, 5, 7)], ids=str)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_steps_that_are_adjacent_in_memory_have_the_same_bits(shape, reverse, dtype, device):
     """Batch first: a sequence of each channel."""
