@@ -333,7 +333,7 @@ def test_the_strides_of_b_are_kept(device):
     assert lltm_ext.scan(a[0], b).is_contiguous()
 
 
-@pytest.mark.parametrize("shape", [(9000, 1), (9000, 3), (1200, 40), (20, 1500), (300, 2100), (700, 5, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(9000, 1), (9000, 3), (1200, 40), (20, 1500), (700, 5, 7)], ids=str)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_steps_that_are_adjacent_in_memory_have_the_same_bits(shape, reverse, dtype, device):
     """Batch first: a sequence of each channel."""
