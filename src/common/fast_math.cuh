@@ -201,7 +201,7 @@ struct FastestMath : FastMath {
 };
 
 // The functions for cells in float32, whose step waits for them: those of ExactMath, but these have no
-// branches and no IEEE division. Their errors are at most three units in the last place.
+// branches and no IEEE division. Their errors are at most three units in the last place, softplus's four.
 struct BranchlessMath : ExactMath {
   __device__ static float divide(float a, float b) { return FastMath::divide(a, b); }
   __device__ static float sqrt(float x) { return FastMath::sqrt(x); }

@@ -25,9 +25,9 @@ cudaError_t run_independent_units(const void* kernel, const Arguments& sequence,
   const int64_t blocks = ceil_div(threads, kIndependentThreads);
   const int64_t stage_bytes = kRingStages * kIndependentThreads * step_bytes,
                 blocks_each = ceil_div(blocks * segment_count, int64_t{device.multiprocessors});
-  const int64_t share = clamped<int64_t>(kMultiprocessorBytes / blocks_each / stage_bytes, 4, 32);
+  const int64_t share = clamped<int64_t>(kMultiprocessorBytes / blocks_each / stage_bytes, kStepGroup, 32);
   segments.stage_steps = static_cast<int>(clamped<int64_t>(kMostBytes / stage_bytes, 1, share));
-  if (segments.stage_steps > 4) segments.stage_steps -= segments.stage_steps % 4;  // whole groups
+  if (segments.stage_steps > kStepGroup) segments.stage_steps -= segments.stage_steps % kStepGroup;
   const int bytes = static_cast<int>(segments.stage_steps * stage_bytes);
   const cudaError_t error = set_max_dynamic_shared(kernel, bytes);
   if (error != cudaSuccess) return error;

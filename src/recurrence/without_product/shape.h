@@ -40,6 +40,6 @@ constexpr int64_t independent_step_bytes(const CellShape& cell, int units, int v
   const int most = cell.gates > cell.saved ? cell.gates : cell.saved;
   return (at_least_one(most) + at_least_one(cell.step_inputs) + 2) * units * value_bytes;
 }
-constexpr int kRingStages = 4;
+constexpr int kRingStages = 4, kStepGroup = 4;  // steps that are read together, if a step reads little
 
 }  // namespace lltm_ext

@@ -90,7 +90,7 @@ class IndependentUnits {
   // ring in shared memory. Each thread has its own places there, so none waits for another.
   template <class Inputs, class Sources, class Step>
   __device__ __forceinline__ void for_steps(int begin, int end, const Sources& sources, Step&& step) const {
-    constexpr int kAhead = kRingStages - 1, kGroup = sizeof(Inputs) <= 48 ? 4 : 2;
+    constexpr int kAhead = kRingStages - 1, kGroup = sizeof(Inputs) <= 48 ? kStepGroup : kStepGroup / 2;
     const auto copy_stage = [&](int first, int stage) {
       const int count = min(stage_steps_, end - first);
       int64_t at = 0;
