@@ -29,7 +29,7 @@ SAVED = {
     "ugrnn": 3,
     "slstm": 10,
 }
-SAVED |= {"indrnn": 2, "cfc": 3}
+SAVED |= {"indrnn": 1, "cfc": 3}
 SOURCES = Path(__file__).parents[1] / "src"
 POINTS = 200
 CELLS = {
@@ -166,7 +166,7 @@ OPS = {
 def op_cell(name):
     function = OPS[name]
     operands = function.__code__.co_argcount
-    return lambda x: function(*x[:operands]), Declaration(name, operands, recurrent=False)
+    return lambda x: function(*x[:operands]), Declaration(name, operands)
 
 
 DERIVED = {name: derive(function, declared) for name, (function, declared, _) in CELLS.items()}
@@ -205,6 +205,8 @@ void run(long count, const double* in, double* out) {
     const A grad_h = *in++;
     for (int i = 0; i < Cell::kStates; ++i) grad_states[i] = *in++;
     grads.h = 0;
+    for (int i = 0; i < Cell::kGates && !Cell::kRecurrent; ++i) known.x[i] = inputs.x[i];
+    if (!Cell::kRecurrent) known.h = inputs.h;
     *out++ = Cell::template forward<ExactMath, A>(inputs, states, saved);
     for (int i = 0; i < Cell::kStates; ++i) *out++ = states[i];
     Cell::template backward<ExactMath, A>(saved, known, grad_h, grad_states, grads);

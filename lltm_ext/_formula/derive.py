@@ -37,7 +37,6 @@ from lltm_ext._formula.graph import (
 from lltm_ext._formula.instructions import backward_instructions, forward_instructions
 
 DIFFERENTIABLE = ("x", "r", "h", "s", "p")
-FREE = ("p", "u")  # backward can read them again, exactly
 
 
 def dependents(nodes: Iterable[Node], sources: Iterable[Node], through: Callable[[Node], bool]) -> set[Node]:
@@ -221,15 +220,15 @@ class Derived:
             argument: [found.get(node, zero) for node in self.leaves[argument]] for argument in DIFFERENTIABLE
         }
         self._results = [node for nodes in self.gradients.values() for node in nodes]
-        free = [node for argument in FREE for node in self.leaves[argument]]
-        self.saved = choose_saved(self._results, self.cotangents, free)
-        self.wide = errors_cancel(self.saved, [*self.outputs, *self.saved], self.leaves)
         self._nodes = CellNodes(
             declaration, self.leaves, self.outputs, self.cotangents, self.gradients, self.reads_h
         )
+        self.saved, self.wide = self._choose_saved()
         self.struct = self._emit(self.saved)
         self.jumps = jumps(self.outputs, self.leaves)
-        self.half_struct = self._half_struct() if self.wide or self.jumps else self.struct
+        self.half_struct = self.struct
+        if self.wide or self.jumps:
+            self.half_struct = self._emit(self.saved, self.wide, self.jumps)
         self._known = [node for nodes in self.leaves.values() for node in nodes]
         self._step = Tape(self._captured, self._known)
         self.affine = affine(self.leaves, self.outputs, declaration.recurrent)
@@ -249,27 +248,25 @@ class Derived:
         declared = declared._replace(gates=declared.gates + len(inputs), inputs=())
         return Derived(Captured(self.graph, leaves, self._captured), declared)
 
+    def _choose_saved(self) -> tuple[list[Node], tuple[Node, ...]]:
+        """What the forward saves, and which values of it half types would round too coarsely."""
+        free = [node for argument in self._nodes.free for node in self.leaves[argument]]
+        if self.declaration.recurrent:
+            saved = choose_saved(self._results, self.cotangents, free)
+            return saved, errors_cancel(saved, [*self.outputs, *saved], self.leaves)
+        # The backward computes everything again: from what the forward read, and with its decisions.
+        states = self.leaves["s"]
+        decisions = choose_saved(self._results, self.cotangents, [*free, *states])
+        live = ancestors(self._results, decisions)
+        read = tuple(s for s in states if s in live)
+        of_states = dependents(live, read, lambda node: not node.boolean)
+        coarse = any(node.op in OPS and OPS[node.op].cost == NEVER for node in of_states)
+        return [*decisions, *read], read if coarse else ()
+
     def _emit(self, saved: Sequence[Node], wide: Sequence[Node] = (), jumps: bool = False) -> Struct:
         numbers, _ = saved_numbers(saved, wide)
         both = forward_instructions(self._nodes, numbers), backward_instructions(self._nodes, numbers)
         return emit(self._nodes, saved, wide, jumps)._replace(instructions=both)
-
-    def _half_struct(self) -> Struct:
-        """The struct that has some values in float32.
-
-        Without a product, the gates are only projections. If these and the states are saved as they are, the
-        backward can compute all from them again. That may need fewer numbers.
-        """
-        struct = self._emit(self.saved, self.wide, self.jumps)
-        if self.declaration.recurrent or not self.wide:
-            return struct
-        live = ancestors(self._results)
-        decisions = [x for x in live if x.boolean and x.args and not any(arg.boolean for arg in x.args)]
-        read = ancestors(self._results, decisions)
-        leaves = [node for argument in "xhs" for node in self.leaves[argument] if node in read]
-        wide = [*self.leaves["s"], *(self.leaves["x"] if self.jumps else ())]
-        of_leaves = self._emit([*leaves, *decisions], wide, self.jumps)
-        return min(struct, of_leaves, key=lambda struct: struct.saved)
 
     @property
     def saved_names(self) -> tuple[str, ...]:
@@ -279,7 +276,7 @@ class Derived:
     @property
     def reads_h(self) -> bool:
         """Whether the cell uses the previous h, besides in its product."""
-        return self.leaves["h"][0] in ancestors([*self.outputs, *self.saved])
+        return self.leaves["h"][0] in ancestors([*self.outputs, *self._results])
 
     @property
     def zeros_stay(self) -> bool:
@@ -321,10 +318,15 @@ class Derived:
     def backward(
         self, saved: Sequence[Tensor], values: Mapping[str, Sequence[Tensor]], grads: Sequence[Tensor]
     ) -> dict[str, list[Tensor]]:
-        """Returns the gradients of x, r, h, s and p, those of p not summed over the batch. `values` has p and
-        u; the other arguments are what forward saved, and the gradients of the new h and the new states.
+        """Returns the gradients of x, r, h, s and p, those of p not summed over the batch. `values` has p, u
+        and, without a product, x and h; the other arguments are what forward saved, and the gradients of the
+        new h and the new states.
         """
-        free = {node: x for k in FREE for node, x in zip(self.leaves[k], values.get(k, ()), strict=True)}
+        free = {
+            node: x
+            for k in self._nodes.free
+            for node, x in zip(self.leaves[k], values.get(k, ()), strict=True)
+        }
         known = free | dict(zip((*self.saved, *self.cotangents), (*saved, *grads), strict=True))
         results = iter(run(self._results, list(known), list(known.values())))
         return {argument: [next(results) for _ in nodes] for argument, nodes in self.gradients.items()}

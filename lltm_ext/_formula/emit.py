@@ -18,7 +18,8 @@ struct Cell {{
   static constexpr int kParameters = {parameters}, kStepInputs = {inputs};
   static constexpr bool kRecurrent = {recurrent}, kSeparate = {separate}, kReadsH = {reads_h};
   static constexpr int kOutputState = {output_state};  // -1: h
-  static constexpr bool kWideProjections = {wide};
+  static constexpr bool kWideProjections = {wide}, kBackwardReadsH = {backward_reads_h};
+  LLTM_HOST_DEVICE static constexpr bool backward_reads(int gate) {{ return {backward_reads}; }}
 
   template <typename Math, typename A>
   LLTM_HOST_DEVICE static A forward(const CellInputs<Cell, A>& in, A (&states)[{state_array}], \
@@ -140,6 +141,11 @@ class CellNodes(NamedTuple):
     gradients: Mapping[str, Sequence[Node]]
     reads_h: bool
 
+    @property
+    def free(self) -> str:
+        """The arguments that backward can read again, exactly as forward did."""
+        return "pu" if self.declaration.recurrent else "puxh"
+
 
 def forward_text(cell: CellNodes, saved: Sequence[Saved], names: Names) -> list[str]:
     results = [*cell.outputs, *(node for x in saved for node in x.nodes)]
@@ -200,6 +206,8 @@ def emit(
     for argument, array in inputs.items():
         places |= {node: f"{array}[{i}]" for i, node in enumerate(leaves[argument])}
     in_backward = {node: place for node, place in places.items() if node not in nodes}
+    results = [node for of_argument in cell.gradients.values() for node in of_argument]
+    read = set(ancestors(results, nodes)) - set(nodes)
     for k, (state, cotangent) in enumerate(zip(leaves["s"], cell.cotangents[1:], strict=True)):
         places[state] = in_backward[state] = f"s{k}"
         in_backward[cotangent] = f"grad_s{k}"
@@ -215,6 +223,8 @@ def emit(
         forward_text(cell, saved, Names(places)),
         backward_text(cell, saved, Names(in_backward)),
         wide_projections,
+        [g for g, node in enumerate(leaves["x"]) if node in read],
+        leaves["h"][0] in read,
     )
 
 
@@ -227,6 +237,8 @@ def struct_of(
     forward: list[str],
     backward: list[str],
     wide_projections: bool = False,
+    backward_reads: Sequence[int] = (),
+    backward_reads_h: bool = False,
 ) -> Struct:
     """Writes the struct with the lines of its two functions. `saved` describes the `saves` numbers."""
     source = STRUCT.format(
@@ -243,6 +255,8 @@ def struct_of(
         reads_h=flag(reads_h),
         output_state=declared.output_state,
         wide=flag(wide_projections),
+        backward_reads=" || ".join(f"gate == {g}" for g in backward_reads) or "false",
+        backward_reads_h=flag(backward_reads_h),
         state_array=max(len(declared.states), 1),
         saved_array=max(saves, 1),
         forward=indented(forward),

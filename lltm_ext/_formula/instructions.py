@@ -64,7 +64,7 @@ def forward_instructions(cell: CellNodes, saved: Sequence[Saved]) -> str:
 
 
 def backward_instructions(cell: CellNodes, saved: Sequence[Saved]) -> str:
-    leaves = {node: f"{k}{i}" for k in ("p", "u") for i, node in enumerate(cell.leaves[k])}
+    leaves = {node: f"{k}{i}" for k in cell.free for i, node in enumerate(cell.leaves[k])}
     leaves |= {node: f"d{i - 1}" if i else "g0" for i, node in enumerate(cell.cotangents)}
     code = Instructions(leaves)
     for x in saved:

@@ -112,7 +112,8 @@ void check_backward_inputs(const CellOp& op, const CellCall& call, const Directi
   };
   const auto rows_of = [&](const c10::SymInt& width) { return sizes_like_input(input, width); };
   check("output", output, type, rows_of(hidden), "[..., hidden_size]");
-  check("gates", gates, type, rows_of(shape.saved_gates() * hidden), "[..., gates*hidden_size]");
+  check("gates", gates, kept_gates_type(shape, input), rows_of(kept_gates(shape, d) * hidden),
+        "[..., gates*hidden_size]");
   check("extra", extra, type, rows_of(shape.extra() * hidden), "[..., extra*hidden_size]");
   if (grad_output) check("grad_output", *grad_output, type, rows_of(hidden), "[..., hidden_size]");
   if (grad_h_n) check("grad_h_n", *grad_h_n, type, {batch, hidden}, "[batch, hidden_size]");
@@ -127,6 +128,7 @@ struct DirectionGradients {
   const Direction& inputs;
   OptionalTensor grad_output;
   at::Tensor output, gates, extra;  // [N, ...]
+  at::Tensor bias;                  // that the gates lack, if they are the input; or undefined
   at::Tensor h0;                    // undefined for zeros before a dense sequence
   RowsOfSteps steps;
   std::vector<Chunk> chunks;
@@ -149,12 +151,16 @@ struct DirectionGradients {
         output(flatten_rows(given.output).contiguous()),
         gates(aligned(flatten_rows(given.gates))),
         extra(aligned(flatten_rows(given.extra))),
-        h0(inputs.reset.defined() ? contiguous_or_none(inputs.h0) : inputs.h0),
+        h0(inputs.reset.defined() || !shape.recurrent ? aligned(inputs.h0) : inputs.h0),
         steps(sizes.steps(inputs.reverse)),
         chunks(chunks_of(steps, output.size(0), shape.recurrent || inputs.weight_ih.defined())),
         parameters(aligned(inputs.parameters)),
         step_inputs(step_inputs_of_units(shape, inputs.step_inputs, sizes.hidden)),
         reset(contiguous_or_none(inputs.reset)) {
+    if (kept_gates(shape, inputs) == 0 && !shape.recurrent) {
+      bias = bias_of(inputs);
+      gates = aligned(flatten_rows(input.to(projections_type(shape, input))));
+    }
     if (!h0.defined() && sizes.batch_sizes) h0 = at::zeros({sizes.batch, sizes.hidden}, input.options());
     const auto options = input.options().dtype(at::toOpMathType(input.scalar_type()));
     grad_h = at::empty({sizes.batch, sizes.hidden}, input.options());
@@ -188,6 +194,13 @@ struct DirectionGradients {
     for (const at::Tensor& x : {grad_h, grad_own_h, grad_states}) {
       if (x.defined()) x.zero_();
     }
+  }
+
+  // Steps that are computed one by one read the projections with the bias.
+  void add_bias() {
+    if (!bias.defined()) return;
+    gates = gates + bias.to(gates.scalar_type());
+    bias = at::Tensor();
   }
 
   void prepare_for_fused(int64_t segments) {
@@ -252,7 +265,7 @@ struct Backward {
   }
 
   Plan plan_of(at::ArrayRef<DirectionChunk> parts, bool side_by_side) const {
-    return sizes.plan(op, parts[0].direction.gates, /*backward=*/true, call.algorithm, parts.size(),
+    return sizes.plan(op, parts[0].direction.output, /*backward=*/true, call.algorithm, parts.size(),
                       side_by_side, parts[0].steps());
   }
   static int64_t segments_of(const DirectionChunk& part, const Plan& plan) {
@@ -261,7 +274,7 @@ struct Backward {
 
   // Computes grad_gates of a chunk of each direction: in one launch if they fit, else side by side.
   void run_steps(at::ArrayRef<DirectionChunk> parts, bool side_by_side = false) const {
-    const at::Tensor& like = parts[0].direction.gates;
+    const at::Tensor& like = parts[0].direction.output;
     const Plan plan = plan_of(parts, side_by_side);
     if (plan.is_fused() && try_run_fused(parts, plan)) return;
     if (parts.size() == 1) return run_stepwise(parts[0]);
@@ -278,16 +291,18 @@ struct Backward {
   void run_stepwise(const DirectionChunk& part) const {
     const auto& [direction, chunk, grad_gates, grad_projections] = part;
     direction.write_zeros();
+    direction.add_bias();
     const at::Tensor &gates = direction.gates, &extra = direction.extra, &grad_h = direction.grad_h,
-                     &grad_states = direction.grad_states;
+                     &grad_states = direction.grad_states, &h = direction.output;
     const int64_t batch = grad_h.size(0), hidden = grad_h.size(1);
     const at::Tensor dy = direction.grad_output.value_or(at::Tensor());
-    const Matmul matmul(gates);
+    const Matmul matmul(h);
     for (size_t k = chunk.last; k-- > chunk.first;) {
       const auto [first_row, n] = direction.steps[k];
+      const RowRange previous = k > 0 ? direction.steps[k - 1] : RowRange{0, 0};
       const at::Tensor step_grad_gates = grad_gates.narrow(0, first_row - chunk.begin, n),
                        step_grad_projections = grad_projections.narrow(0, first_row - chunk.begin, n);
-      launch("recurrence_pointwise_backward", gates,
+      launch("recurrence_pointwise_backward", h,
              [&, &direction = direction, first_row = first_row, n = n](auto type, auto... stream) {
                using T = typename decltype(type)::type;
                StridedGradient<T> grad_output = {};
@@ -298,10 +313,12 @@ struct Backward {
                const auto row_major = [&](const at::Tensor& x) {
                  return Gates<T>::row_major(mutable_pointer<T>(x), shape.gates, hidden);
                };
+               const auto* const step_gates = reinterpret_cast<const T*>(
+                   pointer<char>(gates) + first_row * shape.gates * hidden * gates.element_size());
                const StepBackwardArguments<T> step = {
                    .batch = n,
                    .hidden = hidden,
-                   .saved = Gates<const T>::row_major(rows_from<T>(gates, first_row), shape.gates, hidden),
+                   .saved = Gates<const T>::row_major(step_gates, shape.gates, hidden),
                    .extra = rows_from<T>(extra, first_row),
                    .parameters = pointer<T>(direction.parameters),
                    .step_inputs = rows_from<T>(direction.step_inputs, first_row),
@@ -316,6 +333,10 @@ struct Backward {
                    .grad_gates = row_major(step_grad_gates),
                    .grad_projections = row_major(step_grad_projections),
                    .grad_sums = mutable_pointer<acc_t<T>>(direction.grad_sums),
+                   .gates = Gates<const T>::row_major(step_gates, shape.gates, hidden),
+                   .old_h = rows_from<T>(h, previous.first),
+                   .old_rows = previous.count,
+                   .h0 = pointer<T>(direction.h0),
                };
                return op.step(step, stream...);
              });
@@ -333,9 +354,12 @@ struct Backward {
 
   // Returns false, having run nothing, if the plan does not fit but another one may (try_launch_fused).
   bool try_run_fused(at::ArrayRef<DirectionChunk> parts, const Plan& plan) const {
-    const at::Tensor& like = parts[0].direction.gates;
+    const at::Tensor& like = parts[0].direction.output;
     const at::Tensor first_rows = first_rows_on(like, sizes.batch_sizes);
+    variable_list parameters;
     for (const DirectionChunk& part : parts) {
+      const DirectionGradients& d = part.direction;
+      parameters.push_back(aligned(with_bias(shape, d.parameters, d.bias, sizes.hidden)));
       part.direction.prepare_for_fused(segments_of(part, plan));
       if (!plan.runs_all_steps()) part.direction.write_zeros();
     }
@@ -351,11 +375,12 @@ struct Backward {
           .hidden = static_cast<int>(sizes.hidden),
           .from_zeros = direction.are_unset,
           .reset_is_bool = is_bool(direction.reset),
+          .has_bias = direction.bias.defined(),
           .weight_t = pointer<T>(direction.weight_hh_t),
-          .parameters = pointer<T>(direction.parameters),
+          .parameters = pointer<T>(parameters[i]),
           .step_inputs = pointer<T>(direction.step_inputs),
           .reset = pointer<void>(direction.reset),
-          .gates = pointer<T>(direction.gates),
+          .gates = static_cast<const T*>(pointer<void>(direction.gates)),
           .extra = pointer<T>(direction.extra),
           .grad_output = pointer<T>(direction.dense_grad_output),
           .grad_gates = mutable_pointer<T>(grad_gates),
@@ -365,6 +390,8 @@ struct Backward {
           .grad_states = mutable_pointer<acc_t<T>>(direction.grad_states),
           .grad_initial = mutable_pointer<acc_t<T>>(direction.grad_initial),
           .grad_sums = mutable_pointer<acc_t<T>>(direction.grad_sums),
+          .output = pointer<T>(direction.output),
+          .h0 = pointer<T>(direction.h0),
       };
     };
     const at::Tensor maps = sizes.maps(plan, shape, parts[0].steps(), like);

@@ -136,11 +136,11 @@ std::string compile_binary(const std::string& program, at::ScalarType type, bool
                       architecture);
 }
 
-// The numbers that fake tensors in Python need for their shapes: gates, states, saved gates and other saved
-// values of a unit, and whether h of every step is apart from the output.
+// The numbers that fake tensors in Python need: gates, states, kept gates and other saved values of a unit;
+// whether h of every step is apart from the output; whether there is a product; whether projections are wide.
 [[maybe_unused]] std::vector<int64_t> sizes_of_cell(const std::string& program) {
   const CellShape& shape = CellProgram::get(program).shape;
-  return {shape.gates, shape.states, shape.saved_gates(), shape.extra(), shape.has_output_apart()};
+  return {shape.gates, shape.states, shape.kept_gates(), shape.extra(), shape.has_output_apart(), shape.recurrent, shape.wide};
 }
 
 }  // namespace

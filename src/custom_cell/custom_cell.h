@@ -2,6 +2,11 @@
 // derivatives and autocast, check.cpp the checks, forward.cpp and backward.cpp the sequences.
 #pragma once
 
+#include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+
 #include "custom_cell/call.h"
 #include "custom_cell/kernels.h"
 #include "custom_cell/pad_hidden.h"
@@ -29,6 +34,42 @@ inline c10::SymDimVector states_sizes(const CellShape& shape, const Direction& d
                                       const c10::SymInt& hidden) {
   if (shape.states == 1 && d.states.defined() && d.states.dim() != 3) return {batch, hidden};
   return {shape.states, batch, hidden};
+}
+
+// The type of the input's projections, which are the input if there is no weight_ih.
+inline at::ScalarType projections_type(const CellShape& shape, const at::Tensor& input) {
+  const at::ScalarType type = input.scalar_type();
+  return shape.wide ? at::toOpMathType(type) : type;
+}
+// What forward returns of the gates for backward: how many planes, and their type. These are saved values or,
+// without a product, the projections, unless they are the input.
+inline int64_t kept_gates(const CellShape& shape, const Direction& d) {
+  return shape.recurrent || d.weight_ih.defined() ? shape.kept_gates() : 0;
+}
+inline at::ScalarType kept_gates_type(const CellShape& shape, const at::Tensor& input) {
+  return shape.recurrent ? input.scalar_type() : projections_type(shape, input);
+}
+inline at::Tensor empty_kept_gates(const CellShape& shape, const CellCall& call, const Direction& d) {
+  const c10::SymInt width = kept_gates(shape, d) * hidden_of(shape, call, d);
+  return at::empty_symint(sizes_like_input(call.input, width),
+                          call.input.options().dtype(kept_gates_type(shape, call.input)));
+}
+
+// The bias of the projections, or undefined.
+inline at::Tensor bias_of(const Direction& d) {
+  return d.bias_hh.defined() ? d.bias + d.bias_hh : d.bias;
+}
+// The input without weight_ih as projections, with the bias.
+inline at::Tensor given_projections(const CellShape& shape, const at::Tensor& input, const at::Tensor& bias) {
+  const at::Tensor given = input.to(projections_type(shape, input));
+  return bias.defined() ? given + bias.to(given.scalar_type()) : given;
+}
+// The parameters [P, H], then the bias [G, H].
+inline at::Tensor with_bias(const CellShape& shape, const at::Tensor& parameters, const at::Tensor& bias,
+                            int64_t hidden) {
+  if (!bias.defined()) return parameters;
+  const at::Tensor rows = bias.view({shape.gates, hidden});
+  return parameters.defined() ? at::cat({parameters.view({shape.parameters, hidden}), rows}) : rows;
 }
 
 // Whether all units share the values of step inputs.

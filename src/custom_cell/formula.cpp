@@ -62,7 +62,7 @@ class Reader {
       if (word[0] == '=') {
         formula.constants.push_back({std::strtod(word.c_str() + 1, nullptr), value.slot});
       } else {
-        formula.leaves.push_back(place(word, value.slot, backward_ ? "vgdpu" : "xrhspu"));
+        formula.leaves.push_back(place(word, value.slot, backward_ ? "vgdpuxh" : "xrhspu"));
       }
     }
     for (size_t i = 0; i < values_.size(); ++i) {

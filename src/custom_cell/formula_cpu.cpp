@@ -228,7 +228,7 @@ void run_block(const Formula& formula, const CellShape& shape, const StepForward
       if (result.kind == 'h') {
         if (is_output && s.output_apart) copy(from, n, s.output_apart + at);
         copy_reset(share, from, s.h0 + at, n, s.h + at);
-        if (s.output) copy(s.h + at, n, s.output + at);
+        if (s.output) copy(shape.recurrent ? s.h + at : from, n, s.output + at);
       } else if (result.kind == 's') {
         const int64_t place = k * s.state_stride + at;
         if (is_output) copy(from, n, s.output_apart + at);
@@ -240,6 +240,25 @@ void run_block(const Formula& formula, const CellShape& shape, const StepForward
       }
     }
   });
+}
+
+// The h that a step of a cell without a product started from.
+template <typename A>
+void copy_previous_h(const CellShape& shape, const StepBackwardArguments<A>& s, int64_t row, int64_t unit,
+                     int n, A* to) {
+  const int64_t at = row * s.hidden + unit;
+  const A share = s.resets.share(row);
+  if (row < s.old_rows) {
+    copy(s.old_h + at, n, to);
+  } else if (s.h0) {
+    copy(s.h0 + at, n, to);
+  } else {
+    fill_zeros(n, to);
+  }
+  if (share == A(0)) return;
+  for (int i = 0; i < n; ++i) {
+    to[i] = reset_to(share, to[i], shape.resets_to_initial ? s.h0[at + i] : A(0));
+  }
 }
 
 template <typename A>
@@ -258,6 +277,10 @@ void run_block(const Formula& formula, const CellShape& shape, const StepBackwar
         const int64_t at = row * plane + unit;
         const bool is_output = shape.output_state == (leaf.kind == 'g' ? -1 : k);
         switch (leaf.kind) {
+          case 'x':
+            return copy(&s.gates.at(row, k, unit), n, to);
+          case 'h':
+            return copy_previous_h(shape, s, row, unit, n, to);
           case 'v':
             return copy(k < shape.saved_in_gates()
                             ? &s.saved.at(row, k, unit)

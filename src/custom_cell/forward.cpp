@@ -12,8 +12,8 @@ namespace {
 struct Outputs {
   at::Tensor output, h_n, states_n;  // output: h of every step, as SequenceForwardArguments has it
   at::Tensor output_apart;           // the output, if it is not that; or undefined
-  at::Tensor gates;  // [..., G * H] at first the input's projections; then, if saved and the cell is not
-                     // wide, what backward needs. If it is not overwritten, it may be the input
+  at::Tensor gates;  // [..., G * H] at first the input's projections; then, if saved, what backward needs of
+                     // CellShape::saved_in_gates. If it is not overwritten, it may be the input
   at::Tensor extra;  // [..., E * H] what else backward needs, or undefined
   // Of a cell without a product: the input, which all steps read in place of `gates`, and the bias that it
   // lacks; or undefined.
@@ -65,9 +65,8 @@ struct Forward {
     for (const Direction& d : call.directions) {
       Outputs& out = outs.emplace_back(empty_outputs(shape, call, d));
       if (input_is_read(d)) {
-        out.given = aligned(call.input.to(projections_type()));
+        out.given = aligned(call.input.to(projections_type(shape, call.input)));
         out.given_bias = bias_of(d);
-        if (save && !shape.wide) out.gates = empty_like_input(call.input, gates * sizes.hidden);
       } else {
         out.gates = projections(matmul, d);
       }
@@ -84,23 +83,17 @@ struct Forward {
   bool input_is_read(const Direction& d) const {
     return call.input.is_cuda() && !shape.recurrent && !d.weight_ih.defined();
   }
-  at::ScalarType projections_type() const {
-    const at::ScalarType type = call.input.scalar_type();
-    return shape.wide ? at::toOpMathType(type) : type;
-  }
-  static at::Tensor bias_of(const Direction& d) { return d.bias_hh.defined() ? d.bias + d.bias_hh : d.bias; }
-
   // The input's projections, in memory of their own if the steps overwrite them.
   at::Tensor projections(const Matmul& matmul, const Direction& d) const {
     const at::Tensor &input = call.input, bias = bias_of(d);
-    const at::ScalarType wanted = projections_type();
+    const at::ScalarType wanted = projections_type(shape, input);
     if (d.weight_ih.defined()) {
       return matmul.affine(flatten_rows(input), d.weight_ih.t(), if_defined(bias), wanted)
           .view_symint(sizes_like_input(input, gates * sizes.hidden));
     }
-    const at::Tensor given = input.to(wanted);
-    if (bias.defined()) return given + bias.to(wanted);
-    if (!save || shape.wide) return aligned(given);
+    const at::Tensor given = given_projections(shape, input, bias);
+    if (bias.defined()) return given;
+    if (!save || shape.saved_in_gates() == 0) return aligned(given);
     const at::Tensor copy = empty_contiguous(given);
     set_values(copy, given);
     return copy;
@@ -134,12 +127,7 @@ struct Forward {
       products = at::empty({batch, gates * hidden}, states.options());
     }
     const RowsOfSteps steps = sizes.steps(d.reverse);
-    at::Tensor step_projections = out.gates;
-    if (out.given.defined()) {  // the steps overwrite them
-      const at::Tensor own = projections(matmul, d);
-      if (out.gates.defined()) out.gates.copy_(own);
-      if (!out.gates.defined()) step_projections = own;
-    }
+    const at::Tensor step_projections = out.given.defined() ? projections(matmul, d) : out.gates;
     for (size_t k = 0; k < steps.size(); ++k) {
       const auto [first_row, n] = steps[k];
       const RowRange next = k + 1 < steps.size() ? steps[k + 1] : RowRange{0, 0};
@@ -177,20 +165,14 @@ struct Forward {
             .output_apart = shape.has_output_apart()
                                 ? mutable_pointer<T>(out.output_apart) + first_row * hidden
                                 : nullptr,
-            .saved = Gates<T>::row_major(save ? step_gates : nullptr, gates, hidden),
+            .saved =
+                Gates<T>::row_major(save && shape.saved_in_gates() > 0 ? step_gates : nullptr, gates, hidden),
             .extra = save ? mutable_pointer<T>(out.extra) + first_row * extra * hidden : nullptr,
         };
         return op.step(step, stream...);
       });
     }
     finish_states(out, states);
-  }
-
-  // [P, H], then [G, H] of the bias.
-  at::Tensor with_bias(const at::Tensor& parameters, const at::Tensor& bias) const {
-    if (!bias.defined()) return parameters;
-    const at::Tensor rows = bias.view({gates, sizes.hidden});
-    return parameters.defined() ? at::cat({parameters.view({shape.parameters, sizes.hidden}), rows}) : rows;
   }
 
   // Returns false, having run nothing, if the plan does not fit but another one may (try_launch_fused).
@@ -209,7 +191,7 @@ struct Forward {
         states_n.push_back(accumulating_states(outs[i], d));
         states0.push_back(to_initial ? initial_states(d, states_n.back()) : states_n.back());
       }
-      parameters.push_back(aligned(with_bias(d.parameters, outs[i].given_bias)));
+      parameters.push_back(aligned(with_bias(shape, d.parameters, outs[i].given_bias, sizes.hidden)));
       step_inputs.push_back(step_inputs_of_units(shape, d.step_inputs, sizes.hidden));
       reset.push_back(contiguous_or_none(d.reset));
     }
@@ -256,7 +238,7 @@ std::vector<Outputs> meta_outputs(const CellShape& shape, const CellCall& call) 
   for (const Direction& d : call.directions) {
     const c10::SymInt hidden = hidden_of(shape, call, d);
     Outputs& out = outs.emplace_back(empty_outputs(shape, call, d));
-    out.gates = empty_like_input(call.input, shape.saved_gates() * hidden);
+    out.gates = empty_kept_gates(shape, call, d);
     out.extra = empty_like_input(call.input, shape.extra() * hidden);
   }
   return outs;
@@ -286,7 +268,7 @@ variable_list run_single_step(const CellOp& op, const CellCall& call, bool save)
                            d.states.defined() ? at::empty(d.states.sizes(), d.states.options())
                                               : at::empty({0, batch, hidden}, input.options())};
   if (save) {
-    results.push_back(at::empty({1, batch, shape.saved_gates() * hidden}, input.options()));
+    results.push_back(at::empty({1, batch, shape.kept_gates() * hidden}, input.options()));
     results.push_back(at::empty({1, batch, shape.extra() * hidden}, input.options()));
     results.push_back(empty_like_input(input, 0));
   }
@@ -355,10 +337,12 @@ variable_list run_forward(const CellOp& op, const CellCall& call, bool save) {
     outs = std::move(forward.outs);
   }
   variable_list results;
-  for (const Outputs& out : outs) {
+  for (size_t i = 0; i < outs.size(); ++i) {
+    const Outputs& out = outs[i];
+    const Direction& d = call.directions[i];
     append(results, {shape.has_output_apart() ? out.output_apart : out.output, out.h_n, out.states_n});
     if (!save) continue;
-    append(results, {shape.wide ? empty_like_input(call.input, 0) : out.gates, out.extra,
+    append(results, {kept_gates(shape, d) > 0 ? out.gates : empty_kept_gates(shape, call, d), out.extra,
                      shape.has_output_apart() ? out.output : empty_like_input(call.input, 0)});
   }
   return results;

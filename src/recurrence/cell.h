@@ -9,7 +9,8 @@
 //     template <typename Math, typename A>
 //     static A forward(const CellInputs<Cell, A>& in, A (&states)[kStates], A (&saved)[kSaved]);
 //     // Computes the gradients of what forward read from that of the new h, and replaces the gradients of
-//     // the new states by those of the old ones. Of `in` it gets the parameters and the step inputs.
+//     // the new states by those of the old ones. Of `in` it gets the parameters, the step inputs and, of a
+//     // cell without a product, the projections and the previous h (backward_reads, kBackwardReadsH).
 //     template <typename Math, typename A>
 //     static void backward(const A (&saved)[kSaved], const CellInputs<Cell, A>& in, A grad_h,
 //                          A (&grad_states)[kStates], CellGradients<Cell, A>& grads);
@@ -19,7 +20,8 @@
 //
 // In shapes, B is the batch, H the hidden size, N the rows of all steps (length * B if every step has the
 // whole batch), G = kGates, S = kStates, P = kParameters, K = kStepInputs. The first G saved values overwrite
-// the gates, unless these are wide; the other E have their own array.
+// the gates, unless these are wide; the other E have their own array. The backward of a cell without a
+// product reads the projections and h of every step again, so all that it saves is there.
 #pragma once
 
 #include "common/types.h"
@@ -41,19 +43,25 @@ struct CellShape {
   bool resets_to_initial;  // whether a reset leads to the initial h and states, not to zeros
   bool affine;             // whether the new h, if the cell reads h, and states are affine in the old ones
 
-  constexpr int saved_gates() const { return wide ? 0 : gates; }  // planes of the gates that backward gets
-  constexpr int saved_in_gates() const { return saved < saved_gates() ? saved : saved_gates(); }
+  // Planes of gates that forward keeps for backward: saved values or, without a product, the projections.
+  constexpr int kept_gates() const { return recurrent && wide ? 0 : gates; }
+  constexpr int saved_in_gates() const {
+    return !recurrent ? 0 : saved < kept_gates() ? saved : kept_gates();
+  }
   constexpr int extra() const { return saved - saved_in_gates(); }
   constexpr int live_states() const { return states + reads_h; }  // values that a unit keeps between steps
   constexpr int sums() const { return gates + parameters; }       // gradients that are summed over all rows
   // Whether a step's output is not the h that the row's next step starts from.
-  constexpr bool has_output_apart() const { return output_state >= 0 || resets_to_initial; }
+  constexpr bool has_output_apart() const { return output_state >= 0 || (resets_to_initial && recurrent); }
 };
 
 struct CellDefaults {
   static constexpr int kParameters = 0, kStepInputs = 0;
   static constexpr bool kRecurrent = true, kSeparate = false, kReadsH = false;
   static constexpr int kOutputState = -1;
+  // Which projections, and whether the previous h, backward reads of `in`.
+  LLTM_HOST_DEVICE static constexpr bool backward_reads(int) { return false; }
+  static constexpr bool kBackwardReadsH = false;
 };
 
 // Whether a cell sets kWideProjections. A cell that decides by a comparison does: rounded projections would
@@ -64,8 +72,8 @@ template <class Cell>
 constexpr bool kIsWide<Cell, decltype(void(Cell::kWideProjections))> = Cell::kWideProjections;
 
 // Whether a reset of the cell leads to the initial h and states, not to zeros; a program that says so
-// specializes it. Each step then hands on what the row's next step starts from: no step has to reset what it
-// reads, and products see the h that a step starts from.
+// specializes it. Each step of a cell with a product then hands on what the row's next step starts from: no
+// step has to reset what it reads, and products see the h that a step starts from.
 template <class Cell>
 constexpr bool kResetsToInitial = false;
 
@@ -214,9 +222,10 @@ struct SequenceForwardArguments {
   const T* h0;           // [B, H], or null for zeros
   const void* states0;   // [S, B, H], or null for zeros
   T* gates;              // [N, G, H] the input's projections (projections()); if `save`, replaced by saved
-                         // values, unless the cell is wide
+                         // values (CellShape::saved_in_gates)
   T* extra;              // [N, E, H] the other saved values
-  T* output;             // [N, H] h of every step or, with resets to h0, what its row's next step starts from
+  T* output;             // [N, H] h of every step or, with a product and resets to h0, what its row's next
+                         // step starts from
   T* output_apart;       // [N, H] the output of every step, if it is not that; else null
   T* h_n;                // [B, H]
   void* states_n;        // [S, B, H]
@@ -245,11 +254,12 @@ struct SequenceBackwardArguments {
   int hidden;
   bool from_zeros;  // whether grad_h, grad_own_h and grad_states start as zeros that are not in memory
   bool reset_is_bool;
+  bool has_bias;         // as forward's
   const T* weight_t;     // [H, G * H]
-  const T* parameters;   // [P, H]
+  const T* parameters;   // [P, H], or [P + G, H]
   const T* step_inputs;  // [N, K, H]
   const void* reset;     // [N] of bool or A, or null
-  const T* gates;        // [N, G, H] as forward left them
+  const T* gates;        // [N, G, H] as forward left them; without a product, projection_t
   const T* extra;        // [N, E, H]
   const T* grad_output;  // [N, H] of h, or of the state kOutputState; or null for zeros
   T* grad_gates;         // [rows, G, H]; if the cell sees projections and products apart, of the products
@@ -262,6 +272,8 @@ struct SequenceBackwardArguments {
   A* grad_sums;          // [B, G + P, H] += gradients of the projections and the parameters; a group adds
                          // those of all its tiles to the first tile's rows; or null. Each segment of a
                          // sequence has its own, too
+  const T* output;       // [N, H] h of every step, for a cell without a product
+  const T* h0;           // [B, H], or null for zeros, for such a cell
 
   LLTM_HOST_DEVICE Resets<A> resets() const { return {reset, reset_is_bool}; }
 };

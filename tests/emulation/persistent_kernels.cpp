@@ -165,7 +165,7 @@ class Reference {
   static constexpr int kGates = kShape.gates, kSums = kShape.sums();
 
  public:
-  Values output, output_apart, h, states, saved;                           // of forward
+  Values output, output_apart, h, states, saved, previous_h;               // of forward
   Values grad_products, grad_projections, grad_h, grad_states, grad_sums;  // of backward
   Values grad_initial;  // of h and states by resets to them
 
@@ -179,6 +179,7 @@ class Reference {
     output.resize(steps_.rows() * c_.hidden);
     if (kShape.has_output_apart()) output_apart = output;
     saved.resize(steps_.rows() * kShape.saved * c_.hidden);
+    previous_h = output;
     for (int step = 0; step < c_.length; ++step) {
       const StepRows rows = steps_.at(step), before = steps_.at(step - 1);
       for (int b = 0; b < rows.count; ++b) {
@@ -254,7 +255,7 @@ class Reference {
     const double keep = kToInitial ? 1 : in_.keep[row];
     CellInputs<Cell, double> in = {};
     load_inputs(in, row, unit);
-    in.h = keep * h[at(b, 1, 0) + unit];
+    in.h = previous_h[at(row, 1, 0) + unit] = keep * h[at(b, 1, 0) + unit];
     for (int gate = 0; gate < kGates; ++gate) {
       const double sum = keep * product(gate, unit, operands);
       in.x[gate] = in_.gates[at(row, kGates, gate) + unit] + (Cell::kSeparate ? 0 : sum);
@@ -294,6 +295,10 @@ class Reference {
   double backward_unit(int b, int64_t row, int unit, const Values& saved_values) {
     CellInputs<Cell, double> in = {};
     load_inputs(in, row, unit);
+    for (int gate = 0; gate < kGates && !Cell::kRecurrent; ++gate) {
+      in.x[gate] = in_.gates[at(row, kGates, gate) + unit];
+    }
+    if (!Cell::kRecurrent) in.h = previous_h[at(row, 1, 0) + unit];
     double from_save[at_least_one(kShape.saved)] = {}, of_unit[at_least_one(kShape.states)] = {};
     for (int v = 0; v < kShape.saved; ++v) from_save[v] = saved_values[at(row, kShape.saved, v) + unit];
     for (int s = 0; s < kShape.states; ++s) of_unit[s] = grad_states[state_at(s, b) + unit];
@@ -388,7 +393,8 @@ Values transposed(const Values& weight, int hidden) {
 template <class Cell, typename T, int kVariant, class Reset>
 class Kernels {
   static constexpr CellShape kShape = kCellShape<Cell>;
-  static constexpr int kGates = kShape.gates, kExtra = kShape.extra();
+  static constexpr int kGates = kShape.gates, kExtra = kShape.extra(),
+                       kSavedInGates = kShape.saved_in_gates();
   static constexpr bool kHasResets = !kIsSame<Reset, NoReset>, kOfBools = kIsSame<Reset, bool>;
   // A vector of bool would have no address for each.
   using StoredReset = std::conditional_t<kOfBools, unsigned char, acc_t<T>>;
@@ -493,6 +499,8 @@ class Kernels {
     arguments.grad_states = grad_states.data();
     arguments.grad_initial = kResetsToInitial<Cell> ? grad_initial.data() : nullptr;
     arguments.grad_sums = grad_sums.data();
+    arguments.output = output.data();
+    arguments.h0 = lacks_states() ? nullptr : h0_.data();
     if constexpr (kVariant == kIndependent) {
       launch_independent<IndependentBackward, BackwardMap>(arguments);
     } else if constexpr (kVariant == kSmallBatchSteps) {
@@ -514,8 +522,8 @@ class Kernels {
     Values result;
     for (int64_t row = 0; row < steps_.rows(); ++row) {
       for (int v = 0; v < kShape.saved; ++v) {
-        const T* const from = v < kGates ? &gates[(row * kGates + v) * c_.hidden]
-                                         : &extra[(row * kExtra + v - kGates) * c_.hidden];
+        const T* const from = v < kSavedInGates ? &gates[(row * kGates + v) * c_.hidden]
+                                                : &extra[(row * kExtra + v - kSavedInGates) * c_.hidden];
         for (int unit = 0; unit < c_.hidden; ++unit) result.push_back(static_cast<float>(from[unit]));
       }
     }

@@ -83,6 +83,12 @@ struct StepBackwardArguments {
   Gates<T> grad_projections;  // [B, G, H] of projections, for such a cell
   acc_t<T>* grad_sums;  // [B, G + P, H] to which gradients of projections and parameters are added; or null
   T* grad_bias;         // [G, H] the sums of grad_gates over the batch, or null; CUDA only
+  // What a cell without a product reads again (CellInputs): projections [B, G, H], and the previous h, which
+  // the first rows [old_rows, H] have from the step before, and the others from h0 [B, H], or null for zeros.
+  Gates<const T> gates;
+  const T* old_h;
+  int64_t old_rows;
+  const T* h0;
 };
 
 template <class Cell, typename T, typename C>
@@ -184,23 +190,23 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
   acc_t<T> h = Cell::template forward<Math>(in, states, saved);
   if constexpr (kCellShape<Cell>.has_output_apart())
     s.output_apart[at] = narrow<T>(output_of<Cell>(h, states));
+  if (s.output && !Cell::kRecurrent) s.output[at] = narrow<T>(h);
   if constexpr (kResetsToInitial<Cell>) {
     if (b < s.next_batch) reset_unit<Cell>(s, b, at, h, states);
   }
   for (int i = 0; i < Cell::kStates; ++i) s.new_states[i * s.state_stride + at] = narrow<C>(states[i]);
   s.h[at] = narrow<T>(h);
-  if (s.output) s.output[at] = narrow<T>(h);
-  if (Cell::kGates > 0 && !s.saved.data) return;
-  for (int g = 0; g < kGates; ++g) s.saved.at(b, g, j) = narrow<T>(saved[g]);
+  if (s.output && Cell::kRecurrent) s.output[at] = narrow<T>(h);
+  for (int g = 0; g < kGates && s.saved.data; ++g) s.saved.at(b, g, j) = narrow<T>(saved[g]);
   if (!s.extra) return;
   for (int e = 0; e < kExtra; ++e) s.extra[(b * kExtra + e) * s.hidden + j] = narrow<T>(saved[kGates + e]);
 }
 
 // The projection of a gate.
-template <class Cell, typename T, typename C>
-LLTM_HOST_DEVICE acc_t<T> projection_of(const StepForwardArguments<T, C>& s, int64_t b, int g, int64_t j) {
+template <class Cell, typename T>
+LLTM_HOST_DEVICE acc_t<T> projection_of(const Gates<const T>& gates, int64_t b, int g, int64_t j) {
   using X = const projection_t<Cell, T>;
-  return widen(Gates<X>{reinterpret_cast<X*>(s.gates.data), s.gates.row, s.gates.gate}.at(b, g, j));
+  return widen(Gates<X>{reinterpret_cast<X*>(gates.data), gates.row, gates.gate}.at(b, g, j));
 }
 
 // Unit j of row b forward, given only its products: reads the projections from memory.
@@ -211,7 +217,7 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
   const acc_t<T> mask = mask_before<Cell>(s, b);
   for (int g = 0; g < Cell::kGates; ++g) {
     const acc_t<T> product = scale_by_mask(mask, products[g]);
-    in.x[g] = projection_of<Cell>(s, b, g, j);
+    in.x[g] = projection_of<Cell>(s.gates, b, g, j);
     if constexpr (Cell::kSeparate) {
       in.r[g] = product;
     } else {
@@ -231,6 +237,19 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
   step_unit<Cell, Math>(s, b, j, products);
 }
 
+// What the backward of a cell without a product reads again.
+template <class Cell, class Step, typename A>
+LLTM_HOST_DEVICE void load_step_inputs(const Step& s, int64_t b, int64_t j, CellInputs<Cell, A>& in) {
+  for (int g = 0; g < Cell::kGates; ++g) {
+    if (Cell::backward_reads(g)) in.x[g] = projection_of<Cell>(s.gates, b, g, j);
+  }
+  if constexpr (Cell::kBackwardReadsH) {
+    const int64_t at = b * s.hidden + j;
+    const A initial = s.h0 ? A(widen(s.h0[at])) : A(0), h = b < s.old_rows ? A(widen(s.old_h[at])) : initial;
+    in.h = reset_to(s.resets.share(b), h, kResetsToInitial<Cell> ? initial : A(0));
+  }
+}
+
 // Unit j of row b backward, given the gradient of its h from the next step's products: computes the gradients
 // of what its cell reads, and stores those of its states in grad_old_states, unless it is null.
 template <class Cell, class Math, typename T, typename C, typename Extra>
@@ -240,6 +259,7 @@ LLTM_HOST_DEVICE void step_unit(const StepBackwardArguments<T, C, Extra>& s, int
   const int64_t at = b * s.hidden + j;
   CellInputs<Cell, acc_t<T>> in;
   load_step_constants<Cell>(s, b, j, in);
+  if constexpr (!Cell::kRecurrent) load_step_inputs<Cell>(s, b, j, in);
   acc_t<T> saved[at_least_one(Cell::kSaved)], grad_states[at_least_one(Cell::kStates)];
   for (int i = 0; i < Cell::kStates; ++i) grad_states[i] = s.grad_new_states.at(b, j, i * s.state_stride);
   gradient_of_output<Cell>(grad_h, grad_states) += s.grad_output.at(b, j);

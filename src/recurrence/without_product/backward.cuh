@@ -1,24 +1,39 @@
 // All steps of independent units backward (steps.cuh), or those of a segment. No gradient goes through
 // weights. Each row and segment has its own sums of gradients, so their order is fixed.
+//
+// A step reads the projections and the previous h, which are in memory anyhow, and computes again what forward
+// made of them. That is faster than to write it and read it.
 #pragma once
 
 #include "recurrence/without_product/steps.cuh"
 
 namespace lltm_ext {
 
+template <class Cell>
+constexpr int count_backward_gates() {
+  int count = 0;
+  for (int g = 0; g < Cell::kGates; ++g) count += Cell::backward_reads(g);
+  return count;
+}
+
 template <class Cell, typename T, int kUnits, bool kDense>
 class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
  public:
   using Base = IndependentUnits<Cell, T, kUnits, kDense>;
-  using Base::h_, Base::in_, Base::kCarried, Base::kGates, Base::kParameters, Base::kStates,
-      Base::kStepInputs, Base::plane, Base::row_, Base::state, Base::states_;
+  using Base::bias_, Base::h_, Base::in_, Base::kCarried, Base::kGates, Base::kParameters, Base::kSaved,
+      Base::kStates, Base::kStepInputs, Base::plane, Base::plane_at, Base::row_, Base::state, Base::states_;
   using typename Base::A, typename Base::Math, typename Base::Saved, typename Base::Values;
   static constexpr int kSums = Base::kShape.sums();
+  static constexpr int kReadGates = count_backward_gates<Cell>();
+  // The values that a step reads besides projections: the previous h, if the cell reads it; then these.
+  static constexpr int kGradOutput = Cell::kBackwardReadsH, kFirstSaved = kGradOutput + 1,
+                       kFirstStep = kFirstSaved + kSaved, kRead = kFirstStep + kStepInputs;
 
   using Arguments = SequenceBackwardArguments<T>;
 
   __device__ IndependentBackward(const Arguments& arguments, int64_t thread)
-      : Base(arguments.steps, arguments.hidden, arguments.parameters, thread), args_(arguments) {
+      : Base(arguments.steps, arguments.hidden, arguments.parameters, arguments.has_bias, thread),
+        args_(arguments) {
     if (Base::exists()) Base::take_steps(args_.begin, args_.end, /*backward=*/true);
   }
 
@@ -61,7 +76,7 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
     for_inputs(begin, end, [&](int64_t at, const Inputs& inputs) {
       CellGradients<Cell, A> grads[kUnits];
       Saved saved;
-      widen_saved(inputs, saved);
+      widen_inputs(inputs, saved);
       step<kStores>(inputs, saved, grads);
       if constexpr (kStores) store_step(at - first, grads, sums);
     });
@@ -71,7 +86,8 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
   }
 
   struct Inputs {
-    Values saved[at_least_one(Cell::kSaved)], steps[at_least_one(kStepInputs)], grad_output;
+    Vec<projection_t<Cell, T>, kUnits> projections[at_least_one(kReadGates)];
+    Values values[kRead];
     A lost;  // the share that the row lost before the step
   };
 
@@ -82,20 +98,32 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
         step);
   }
 
-  __device__ static void widen_saved(const Inputs& inputs, Saved& saved) {
+  __device__ void widen_inputs(const Inputs& inputs, Saved& saved) {
+    if constexpr (kStepInputs > 0) Base::set_step_inputs(inputs.values + kFirstStep);
+    A h0[kUnits] = {};
+    const A lost = kDense ? A(0) : inputs.lost;
+    if (kResetsToInitial<Cell> && Cell::kBackwardReadsH && lost != 0 && args_.h0) {
+      Base::load(plane(args_.h0, row_, 1, 0), [&](int u) -> A& { return h0[u]; });
+    }
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
+      for_gates([&](int g, int i) {
+        in_[u].x[g] = widen(inputs.projections[i].data[u]) + bias_[u][g];
+      });
+      if constexpr (Cell::kBackwardReadsH) {
+        in_[u].h = widen(inputs.values[0].data[u]);
+        if (lost != 0) in_[u].h = reset_to(lost, in_[u].h, h0[u]);
+      }
 #pragma unroll
-      for (int v = 0; v < Cell::kSaved; ++v) saved[u][v] = widen(inputs.saved[v].data[u]);
+      for (int v = 0; v < kSaved; ++v) saved[u][v] = widen(inputs.values[kFirstSaved + v].data[u]);
     }
   }
 
   template <bool kStores>
   __device__ void step(const Inputs& inputs, const Saved& saved, CellGradients<Cell, A> (&grads)[kUnits]) {
-    Base::set_step_inputs(inputs.steps);
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      gradient_of_output<Cell>(h_[u], states_[u]) += widen(inputs.grad_output.data[u]);
+      gradient_of_output<Cell>(h_[u], states_[u]) += widen(inputs.values[kGradOutput].data[u]);
       Cell::template backward<Math>(saved[u], in_[u], h_[u], states_[u], grads[u]);
       h_[u] = grads[u].h;
     }
@@ -112,17 +140,37 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
   }
 
  private:
+  // Calls f(g, i) for the gates g that the cell reads, where i counts them.
+  template <class F>
+  __device__ __forceinline__ static void for_gates(F&& f) {
+    int i = 0;
+#pragma unroll
+    for (int g = 0; g < kGates; ++g) {
+      if (Cell::backward_reads(g)) f(g, i++);
+    }
+  }
+
   template <class F>
   __device__ void read_step(int n, int64_t at, Inputs& inputs, const F& f) const {
+    for_gates([&](int g, int i) {
+      const auto* const projections = reinterpret_cast<const projection_t<Cell, T>*>(args_.gates);
+      f(inputs.projections[i], plane_at(projections, at, kGates, g));
+    });
+    if constexpr (Cell::kBackwardReadsH) {
+      const T* const first = args_.h0 ? plane(args_.h0, row_, 1, 0) : nullptr;
+      f.or_zeros(inputs.values[0], n < Base::steps_after_first_
+                                       ? plane_at(args_.output, Base::next_row(at, n + 1), 1, 0)
+                                       : first);
+    }
 #pragma unroll
-    for (int v = 0; v < Cell::kSaved; ++v) {
-      f(inputs.saved[v], Base::saved_plane(args_.gates, args_.extra, at, v));
+    for (int v = 0; v < kSaved; ++v) {
+      f(inputs.values[kFirstSaved + v], plane_at(args_.extra, at, kSaved, v));
     }
 #pragma unroll
     for (int k = 0; k < kStepInputs; ++k) {
-      f(inputs.steps[k], Base::plane_at(args_.step_inputs, at, kStepInputs, k));
+      f(inputs.values[kFirstStep + k], plane_at(args_.step_inputs, at, kStepInputs, k));
     }
-    if (args_.grad_output) f(inputs.grad_output, Base::plane_at(args_.grad_output, at, 1, 0));
+    if (args_.grad_output) f(inputs.values[kGradOutput], plane_at(args_.grad_output, at, 1, 0));
     if (!kDense && args_.reset) f(inputs.lost, args_.resets().share(Base::row_of(n)));
   }
 

@@ -9,24 +9,17 @@ template <class Cell, typename T, int kUnits, bool kDense>
 class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense> {
  public:
   using Base = IndependentUnits<Cell, T, kUnits, kDense>;
-  using Base::h_, Base::in_, Base::kGates, Base::kStates, Base::kStepInputs, Base::plane, Base::row_,
+  using Base::bias_, Base::h_, Base::in_, Base::kGates, Base::kStates, Base::kStepInputs, Base::plane, Base::row_,
       Base::state, Base::states_;
   using typename Base::A, typename Base::Math, typename Base::Saved, typename Base::Values;
 
   using Arguments = SequenceForwardArguments<T>;
 
   __device__ IndependentForward(const Arguments& arguments, int64_t thread)
-      : Base(arguments.steps, arguments.hidden, arguments.parameters, thread),
+      : Base(arguments.steps, arguments.hidden, arguments.parameters, arguments.has_bias, thread),
         args_(arguments),
         projections_(arguments.template projections_without_product<Cell>()) {
-    if (!Base::exists()) return;
-    Base::take_steps(0, args_.steps.length, /*backward=*/false);
-    if (!args_.has_bias) return;
-#pragma unroll
-    for (int g = 0; g < kGates; ++g) {
-      Base::load(plane(args_.parameters, 0, 0, Base::kParameters + g),
-                 [&](int u) -> A& { return bias_[u][g]; });
-    }
+    if (Base::exists()) Base::take_steps(0, args_.steps.length, /*backward=*/false);
   }
 
   __device__ void run(const Segments<A>& segments) {
@@ -120,8 +113,8 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense> {
     }
     if (!args_.save) return;
 #pragma unroll
-    for (int v = 0; v < Cell::kSaved; ++v) {
-      Base::store(Base::saved_plane(args_.gates, args_.extra, at, v), [&](int u) { return saved[u][v]; });
+    for (int v = 0; v < Base::kSaved; ++v) {
+      Base::store(Base::plane_at(args_.extra, at, Base::kSaved, v), [&](int u) { return saved[u][v]; });
     }
   }
 
@@ -139,7 +132,6 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense> {
 
   const Arguments& args_;
   const projection_t<Cell, T>* const projections_;
-  A bias_[kUnits][at_least_one(kGates)] = {};
 };
 
 }  // namespace lltm_ext

@@ -105,7 +105,7 @@ class BackwardMap : public IndependentBackward<Cell, T, kUnits, kDense> {
     Units::for_inputs(begin, end, [&](int64_t, const typename Units::Inputs& inputs) {
       typename Units::Saved saved;
       CellGradients<Cell, typename Units::A> grads[kUnits];
-      Units::widen_saved(inputs, saved);
+      Units::widen_inputs(inputs, saved);
       Units::template step</*kStores=*/false>(inputs, saved, grads);
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {

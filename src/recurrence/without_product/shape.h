@@ -37,8 +37,7 @@ constexpr int kMostMappedStates = 4;
 
 // What a step of a thread reads, at most, in bytes: values of the type of sums.
 constexpr int64_t independent_step_bytes(const CellShape& cell, int units, int value_bytes) {
-  const int most = cell.gates > cell.saved ? cell.gates : cell.saved;
-  return (at_least_one(most) + at_least_one(cell.step_inputs) + 2) * units * value_bytes;
+  return (at_least_one(cell.gates) + at_least_one(cell.step_inputs) + cell.saved + 3) * units * value_bytes;
 }
 constexpr int kRingStages = 4, kStepGroup = 4;  // steps that are read together, if a step reads little
 

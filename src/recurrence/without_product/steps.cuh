@@ -29,8 +29,7 @@ class IndependentUnits {
   using A = acc_t<T>;
   using Math = typename MathOf<T>::type;
   static constexpr CellShape kShape = kCellShape<Cell>;
-  static constexpr int kGates = Cell::kGates, kSavedInGates = kShape.saved_in_gates(),
-                       kExtra = kShape.extra();
+  static constexpr int kGates = Cell::kGates, kSaved = Cell::kSaved;
   static constexpr int kStates = Cell::kStates, kParameters = Cell::kParameters,
                        kStepInputs = Cell::kStepInputs, kUnits = kUnits_;
   static constexpr bool kDense = kDense_;
@@ -40,10 +39,11 @@ class IndependentUnits {
   static_assert(!Cell::kRecurrent && !Cell::kSeparate, "units are independent if there is no product of h");
 
   using Values = Vec<T, kUnits>;  // one value of each unit
-  using Saved = A[kUnits][at_least_one(Cell::kSaved)];
+  using Saved = A[kUnits][at_least_one(kSaved)];
 
-  // `thread`: of those that share the units of all rows.
-  __device__ IndependentUnits(const StepOrder& order, int hidden, const T* parameters, int64_t thread)
+  // `thread`: of those that share the units of all rows. The gates' biases may follow the parameters.
+  __device__ IndependentUnits(const StepOrder& order, int hidden, const T* parameters, bool has_bias,
+                              int64_t thread)
       : order_(order), hidden_(hidden) {
     const int threads_of_row = hidden / kUnits;
     row_ = thread / threads_of_row;
@@ -53,6 +53,11 @@ class IndependentUnits {
     for (int p = 0; p < kParameters; ++p) {
       load(plane(parameters, 0, kParameters, p), [&](int u) -> A& { return in_[u].parameters[p]; });
     }
+    if (!has_bias) return;
+#pragma unroll
+    for (int g = 0; g < kGates; ++g) {
+      load(plane(parameters, 0, 0, kParameters + g), [&](int u) -> A& { return bias_[u][g]; });
+    }
   }
 
   __device__ bool exists() const { return row_ < order_.batch; }
@@ -60,8 +65,9 @@ class IndependentUnits {
   // Of steps [begin, end), those that the thread has: a packed sequence's last time steps may lack its row.
   // The kernel computes them from the first one or, backward, from the last one.
   __device__ void take_steps(int begin, int end, bool backward) {
+    int has = 0;  // the first time steps, which have the row
     if (is_packed()) {
-      int has = 0, lacks = order_.length;  // the first `has` time steps have the row
+      int lacks = order_.length;
       while (has < lacks) {
         const int t = (has + lacks) / 2;
         if (order_.first_rows[t + 1] - order_.first_rows[t] > row_) {
@@ -77,6 +83,7 @@ class IndependentUnits {
       }
     }
     count_ = end - begin;
+    steps_after_first_ = end - 1 - (is_packed() && order_.reverse ? order_.length - has : 0);
     const int first = backward ? end - 1 : begin;
     first_time_ = order_.reverse ? order_.length - 1 - first : first;
     time_step_ = order_.reverse == backward ? 1 : -1;
@@ -160,6 +167,7 @@ class IndependentUnits {
   }
 
   // A step's values in the ring: all threads have the first one, then all have the second one, and so on.
+  // Without memory to copy from, a value is zero.
   template <class Inputs>
   struct RingStep {
     char* memory;
@@ -174,6 +182,10 @@ class IndependentUnits {
   template <class Inputs>
   struct Ahead : RingStep<Inputs> {
     template <typename X>
+    __device__ void or_zeros(Vec<X, kUnits>& value, const X* from) const {
+      from ? (*this)(value, from) : void(*this->place(value) = {});
+    }
+    template <typename X>
     __device__ void operator()(Vec<X, kUnits>& value, const X* from) const {
       constexpr int kBytes = sizeof(value);
       if constexpr (kBytes == 2) {
@@ -187,6 +199,10 @@ class IndependentUnits {
   };
   template <class Inputs>
   struct Arrived : RingStep<Inputs> {
+    template <typename X>
+    __device__ void or_zeros(Vec<X, kUnits>& value, const X*) const {
+      value = *this->place(value);
+    }
     template <typename X>
     __device__ void operator()(Vec<X, kUnits>& value, const X*) const {
       value = *this->place(value);
@@ -229,13 +245,6 @@ class IndependentUnits {
   __device__ X* state(X* base, int state) const {
     return plane(base, int64_t{state} * order_.batch + row_, 1, 0);
   }
-  // Where saved value v of a step is.
-  template <typename X>
-  __device__ X* saved_plane(X* gates, X* extra, int64_t at, int v) const {
-    return v < kSavedInGates ? plane_at(gates, at, kGates, v)
-                             : plane_at(extra, at, kExtra, v - kSavedInGates);
-  }
-
   template <typename X>
   __device__ static Vec<X, kUnits> read(const X* from) {
     return *reinterpret_cast<const Vec<X, kUnits>*>(from);
@@ -255,7 +264,7 @@ class IndependentUnits {
     *reinterpret_cast<Vec<X, kUnits>*>(to) = values;
   }
 
-  __device__ void set_step_inputs(const Values (&values)[at_least_one(kStepInputs)]) {
+  __device__ void set_step_inputs(const Values* values) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
@@ -292,10 +301,11 @@ class IndependentUnits {
   int64_t row_;  // in the batch
   int unit_;     // the thread's first
   int count_ = 0, first_time_, time_step_;
+  int steps_after_first_;  // backward, how many of the steps have one before them in the sequence
   int64_t stride_;       // from one step's row to the next in [N, H], if all steps have the batch
   int stage_steps_ = 0;  // Segments
   CellInputs<Cell, A> in_[kUnits];
-  A h_[kUnits] = {}, states_[kUnits][at_least_one(kStates)] = {};
+  A bias_[kUnits][at_least_one(kGates)] = {}, h_[kUnits] = {}, states_[kUnits][at_least_one(kStates)] = {};
 };
 
 }  // namespace lltm_ext
