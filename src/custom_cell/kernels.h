@@ -161,12 +161,12 @@ class CellOp {
     const int64_t batch = sequence.steps.batch, hidden = sequence.hidden;
     DeviceInfo device;
     if (const cudaError_t error = device_info(device); error != cudaSuccess) return error;
-    constexpr int kValueBytes = sizeof(*sequence.gates);
-    which.independent_units = independent_units(batch, hidden, kValueBytes, segments.maps);
-    const int64_t threads = batch * (hidden / which.independent_units),
-                  step_bytes =
-                      independent_step_bytes(shape(), which.independent_units, sizeof(typename Arguments::A));
+    using T = std::remove_cv_t<std::remove_pointer_t<decltype(sequence.gates)>>;
+    which.independent_units = independent_units(batch, hidden, sizeof(T), segments.maps);
     which.dense = !sequence.steps.first_rows && !sequence.reset;
+    const int64_t threads = batch * (hidden / which.independent_units),
+                  step_bytes = independent_step_bytes<T, typename Arguments::A>(
+                      shape(), which.independent_units, which.backward, which.dense);
     const auto run = [&](const char* part, int64_t threads, int64_t count) {
       which.part = part;
       return run_independent_units(load_cell_kernel(program_, which), sequence, threads, count, segments,

@@ -198,15 +198,15 @@ inline SmallBatchTile small_batch_tile(const Problem& p, const DeviceInfo& devic
   return tile;
 }
 
-// The steps of a segment of units without a product (without_product/parallel.cuh), or 0 where few segments
-// would have work: they compute each step twice, so they begin to pay where three run at the same time.
+// The steps of a segment of units without a product (without_product/parallel.cuh), or 0. Segments read and
+// compute each step twice, so they pay only where the units leave most of the device idle.
 inline int segment_steps(const Problem& p, const DeviceInfo& device) {
-  constexpr int64_t kThreads = 256, kLeastSteps = 32, kGroup = 8, kLeastSegments = 4, kMostSegments = 65535;
+  constexpr int64_t kThreads = 256, kLeastSteps = 32, kGroup = 8, kLeastSegments = 8, kMostSegments = 65535;
   if (p.cell.live_states() > kMostMappedStates || !(p.backward || p.cell.affine)) return 0;
   const int64_t threads = p.batch * (p.hidden / independent_units(p.batch, p.hidden, p.element_size, true));
   const int64_t wanted =
       threads == 0 ? 0 : std::min(device.multiprocessors * kThreads / threads, kMostSegments);
-  if (wanted < kLeastSegments || p.steps < kLeastSegments * kLeastSteps) return 0;
+  if (wanted < kLeastSegments || p.steps < 4 * kLeastSteps) return 0;
   const int64_t steps = std::max(kLeastSteps, ceil_div(ceil_div(p.steps, wanted), kGroup) * kGroup);
   return static_cast<int>(steps);
 }

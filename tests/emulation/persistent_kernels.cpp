@@ -613,11 +613,12 @@ class Kernels {
               threads = static_cast<int>(c_.batch * c_.hidden / units_each()),
               blocks = (threads + kIndependentThreads - 1) / kIndependentThreads;
     Array<acc_t<T>> maps = unwritten<acc_t<T>>(size_t(count) * map_planes(kShape) * c_.batch * c_.hidden);
-    constexpr bool kHasMaps = kIsAffine<Cell> || std::is_same_v<Arguments, SequenceBackwardArguments<T>>;
+    constexpr bool kBackward = std::is_same_v<Arguments, SequenceBackwardArguments<T>>,
+                   kHasMaps = kIsAffine<Cell> || kBackward;
     Segments<acc_t<T>> segments = {};
     segments.stage_steps = 5;  // a group of steps, and single ones
     const size_t ring = kIndependentThreads * segments.stage_steps * kRingStages *
-                        independent_step_bytes(kShape, units_each(), sizeof(acc_t<T>));
+                        independent_step_bytes<T, acc_t<T>>(kShape, units_each(), kBackward, Units::kDense);
     if constexpr (kHasMaps && kShape.live_states() <= kMostMappedStates) {
       if (c_.segment_steps > 0) {
         segments.steps = c_.segment_steps, segments.maps = maps.data();

@@ -85,11 +85,10 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
     }
   }
 
-  struct Inputs {
-    Vec<projection_t<Cell, T>, kUnits> projections[at_least_one(kReadGates)];
-    Values values[kRead];
-    A lost;  // the share that the row lost before the step
-  };
+  using Projections = Several<typename Base::Projection, kReadGates, 0>;
+  using Others = Several<Values, kRead, 1>;
+  using typename Base::Lost;
+  struct Inputs : Projections, Others, Lost {};
 
   template <class Step>
   __device__ __forceinline__ void for_inputs(int begin, int end, Step&& step) const {
@@ -99,23 +98,24 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
   }
 
   __device__ void widen_inputs(const Inputs& inputs, Saved& saved) {
-    if constexpr (kStepInputs > 0) Base::set_step_inputs(inputs.values + kFirstStep);
+    const Values* const values = inputs.Others::of;
+    Base::set_step_inputs(values + kFirstStep);
+    const A lost = Base::share_of(inputs);
     A h0[kUnits] = {};
-    const A lost = kDense ? A(0) : inputs.lost;
     if (kResetsToInitial<Cell> && Cell::kBackwardReadsH && lost != 0 && args_.h0) {
       Base::load(plane(args_.h0, row_, 1, 0), [&](int u) -> A& { return h0[u]; });
     }
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       for_gates([&](int g, int i) {
-        in_[u].x[g] = widen(inputs.projections[i].data[u]) + bias_[u][g];
+        in_[u].x[g] = widen(inputs.Projections::of[i].data[u]) + bias_[u][g];
       });
       if constexpr (Cell::kBackwardReadsH) {
-        in_[u].h = widen(inputs.values[0].data[u]);
+        in_[u].h = widen(values[0].data[u]);
         if (lost != 0) in_[u].h = reset_to(lost, in_[u].h, h0[u]);
       }
 #pragma unroll
-      for (int v = 0; v < kSaved; ++v) saved[u][v] = widen(inputs.values[kFirstSaved + v].data[u]);
+      for (int v = 0; v < kSaved; ++v) saved[u][v] = widen(values[kFirstSaved + v].data[u]);
     }
   }
 
@@ -123,23 +123,28 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
   __device__ void step(const Inputs& inputs, const Saved& saved, CellGradients<Cell, A> (&grads)[kUnits]) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      gradient_of_output<Cell>(h_[u], states_[u]) += widen(inputs.values[kGradOutput].data[u]);
+      gradient_of_output<Cell>(h_[u], states_[u]) += widen(inputs.Others::of[kGradOutput].data[u]);
       Cell::template backward<Math>(saved[u], in_[u], h_[u], states_[u], grads[u]);
       h_[u] = grads[u].h;
     }
-    if (kDense || inputs.lost == 0) return;
-    // Divides the gradients among what the row kept and, with resets to them, the initial h and states.
+    divide_at_reset<kStores>(Base::share_of(inputs));
+  }
+
+ private:
+  // Divides the gradients among what the row kept and, with resets to them, the initial h and states.
+  template <bool kStores>
+  __device__ void divide_at_reset(A lost) {
+    if (lost == 0) return;
 #pragma unroll
     for (int i = 0; i < kCarried; ++i) {
-      if constexpr (kStores && kResetsToInitial<Cell>) add_initial(inputs.lost, i);
+      if constexpr (kStores && kResetsToInitial<Cell>) add_initial(lost, i);
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
-        Base::carried(u, i) = scale_by_mask(mask_of(inputs.lost), Base::carried(u, i));
+        Base::carried(u, i) = scale_by_mask(mask_of(lost), Base::carried(u, i));
       }
     }
   }
 
- private:
   // Calls f(g, i) for the gates g that the cell reads, where i counts them.
   template <class F>
   __device__ __forceinline__ static void for_gates(F&& f) {
@@ -154,24 +159,26 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
   __device__ void read_step(int n, int64_t at, Inputs& inputs, const F& f) const {
     for_gates([&](int g, int i) {
       const auto* const projections = reinterpret_cast<const projection_t<Cell, T>*>(args_.gates);
-      f(inputs.projections[i], plane_at(projections, at, kGates, g));
+      f(inputs.Projections::of[i], plane_at(projections, at, kGates, g));
     });
     if constexpr (Cell::kBackwardReadsH) {
       const T* const first = args_.h0 ? plane(args_.h0, row_, 1, 0) : nullptr;
-      f.or_zeros(inputs.values[0], n < Base::steps_after_first_
+      f.or_zeros(inputs.Others::of[0], n < Base::steps_after_first_
                                        ? plane_at(args_.output, Base::next_row(at, n + 1), 1, 0)
                                        : first);
     }
 #pragma unroll
     for (int v = 0; v < kSaved; ++v) {
-      f(inputs.values[kFirstSaved + v], plane_at(args_.extra, at, kSaved, v));
+      f(inputs.Others::of[kFirstSaved + v], plane_at(args_.extra, at, kSaved, v));
     }
 #pragma unroll
     for (int k = 0; k < kStepInputs; ++k) {
-      f(inputs.values[kFirstStep + k], plane_at(args_.step_inputs, at, kStepInputs, k));
+      f(inputs.Others::of[kFirstStep + k], plane_at(args_.step_inputs, at, kStepInputs, k));
     }
-    if (args_.grad_output) f(inputs.values[kGradOutput], plane_at(args_.grad_output, at, 1, 0));
-    if (!kDense && args_.reset) f(inputs.lost, args_.resets().share(Base::row_of(n)));
+    if (args_.grad_output) f(inputs.Others::of[kGradOutput], plane_at(args_.grad_output, at, 1, 0));
+    if constexpr (!kDense) {
+      if (args_.reset) f(inputs.Lost::of[0], args_.resets().share(Base::row_of(n)));
+    }
   }
 
   __device__ void store_step(int64_t at, const CellGradients<Cell, A> (&grads)[kUnits],

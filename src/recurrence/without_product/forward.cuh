@@ -43,11 +43,10 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense> {
     });
   }
 
-  struct Inputs {
-    Vec<projection_t<Cell, T>, kUnits> projections[at_least_one(kGates)];
-    Values steps[at_least_one(kStepInputs)];
-    A lost;  // the share that the row loses before the step
-  };
+  using Projections = Several<typename Base::Projection, kGates, 0>;
+  using StepInputs = Several<Values, kStepInputs, 1>;
+  using typename Base::Lost;
+  struct Inputs : Projections, StepInputs, Lost {};
 
   template <class Step>
   __device__ __forceinline__ void for_inputs(int begin, int end, Step&& step) const {
@@ -57,12 +56,12 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense> {
   }
 
   __device__ void step(const Inputs& inputs, Saved& saved) {
-    Base::set_step_inputs(inputs.steps);
-    if (!kDense && inputs.lost != 0) reset(inputs.lost);
+    Base::set_step_inputs(inputs.StepInputs::of);
+    if (const A lost = Base::share_of(inputs); lost != 0) reset(lost);
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
-      for (int g = 0; g < kGates; ++g) in_[u].x[g] = widen(inputs.projections[g].data[u]) + bias_[u][g];
+      for (int g = 0; g < kGates; ++g) in_[u].x[g] = widen(inputs.Projections::of[g].data[u]) + bias_[u][g];
       in_[u].h = h_[u];
       const A h = Cell::template forward<Math>(in_[u], states_[u], saved[u]);
       // Rounded to T, as the next step would read it from memory, unless the cell is affine.
@@ -96,13 +95,15 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense> {
   __device__ void read_step(int n, int64_t at, Inputs& inputs, const F& f) const {
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
-      f(inputs.projections[g], Base::plane_at(projections_, at, kGates, g));
+      f(inputs.Projections::of[g], Base::plane_at(projections_, at, kGates, g));
     }
 #pragma unroll
     for (int k = 0; k < kStepInputs; ++k) {
-      f(inputs.steps[k], Base::plane_at(args_.step_inputs, at, kStepInputs, k));
+      f(inputs.StepInputs::of[k], Base::plane_at(args_.step_inputs, at, kStepInputs, k));
     }
-    if (!kDense && args_.reset) f(inputs.lost, args_.resets().share(Base::row_of(n)));
+    if constexpr (!kDense) {
+      if (args_.reset) f(inputs.Lost::of[0], args_.resets().share(Base::row_of(n)));
+    }
   }
 
   __device__ void store_step(int64_t at, const Saved& saved) const {

@@ -86,7 +86,7 @@ class ForwardMap : public IndependentForward<Cell, T, kUnits, kDense> {
         Coefficients<Units> of_step;
 #pragma unroll
         for (int i = 0; i < Units::kLive; ++i) pull_back(*this, u, saved, of_step.of[i]);
-        if (!kDense) maps[u].keep(inputs.lost);
+        maps[u].keep(Units::share_of(inputs));
         maps[u].then(of_step);
       }
     });
@@ -118,7 +118,7 @@ class BackwardMap : public IndependentBackward<Cell, T, kUnits, kDense> {
 #pragma unroll
           for (int i = 0; i < kLive; ++i) maps[u].of[i][j] = column[i];
         }
-        if (!kDense) maps[u].keep(inputs.lost);
+        maps[u].keep(Units::share_of(inputs));
       }
     });
   }

@@ -35,10 +35,16 @@ LLTM_HOST_DEVICE constexpr int map_planes(const CellShape& cell) {
 }
 constexpr int kMostMappedStates = 4;
 
-// What a step of a thread reads, at most, in bytes: values of the type of sums.
-constexpr int64_t independent_step_bytes(const CellShape& cell, int units, int value_bytes) {
-  return (at_least_one(cell.gates) + at_least_one(cell.step_inputs) + cell.saved + 3) * units * value_bytes;
+// What a step of a thread reads, at most, in bytes. A is the type of sums.
+template <typename T, typename A>
+constexpr int64_t independent_step_bytes(const CellShape& cell, int units, bool backward, bool dense) {
+  constexpr int64_t kValue = sizeof(T), kSum = sizeof(A);
+  const int64_t others = cell.step_inputs + (backward ? cell.saved + 2 : 0), aligned_to = units * kSum,
+                bytes = (cell.gates * (cell.wide ? kSum : kValue) + others * kValue) * units;
+  return (bytes + (dense ? 0 : kSum) + aligned_to - 1) / aligned_to * aligned_to;
 }
-constexpr int kRingStages = 4, kStepGroup = 4;  // steps that are read together, if a step reads little
+constexpr int kRingStages = 4;
+// The steps that are read together, given what one reads.
+constexpr int step_group(int64_t step_bytes) { return step_bytes <= 48 ? 4 : 2; }
 
 }  // namespace lltm_ext

@@ -20,6 +20,16 @@ __device__ inline int64_t independent_thread() {
   return int64_t{blockIdx.x} * kIndependentThreads + threadIdx.x;
 }
 
+// Values of kind kKind that a step reads. None take no memory.
+template <class V, int kCount, int kKind>
+struct Several {
+  V of[kCount];
+};
+template <class V, int kKind>
+struct Several<V, 0, kKind> {
+  static constexpr V* of = nullptr;
+};
+
 // kDense_: every step has all rows of the batch, and none is reset.
 template <class Cell_, typename T_, int kUnits_, bool kDense_>
 class IndependentUnits {
@@ -39,6 +49,15 @@ class IndependentUnits {
   static_assert(!Cell::kRecurrent && !Cell::kSeparate, "units are independent if there is no product of h");
 
   using Values = Vec<T, kUnits>;  // one value of each unit
+  using Projection = Vec<projection_t<Cell, T>, kUnits>;
+  using Lost = Several<A, kDense ? 0 : 1, 2>;  // the share that the row loses before a step
+  __device__ static A share_of(const Lost& lost) {
+    if constexpr (kDense) {
+      return 0;
+    } else {
+      return lost.of[0];
+    }
+  }
   using Saved = A[kUnits][at_least_one(kSaved)];
 
   // `thread`: of those that share the units of all rows. The gates' biases may follow the parameters.
@@ -97,7 +116,7 @@ class IndependentUnits {
   // ring in shared memory. Each thread has its own places there, so none waits for another.
   template <class Inputs, class Sources, class Step>
   __device__ __forceinline__ void for_steps(int begin, int end, const Sources& sources, Step&& step) const {
-    constexpr int kAhead = kRingStages - 1, kGroup = sizeof(Inputs) <= 48 ? kStepGroup : kStepGroup / 2;
+    constexpr int kAhead = kRingStages - 1, kGroup = step_group(sizeof(Inputs));
     const auto copy_stage = [&](int first, int stage) {
       const int count = min(stage_steps_, end - first);
       int64_t at = 0;
