@@ -45,6 +45,6 @@ constexpr int64_t independent_step_bytes(const CellShape& cell, int units, bool 
 }
 constexpr int kRingStages = 4;
 // The steps that are read together, given what one reads.
-constexpr int step_group(int64_t step_bytes) { return step_bytes <= 48 ? 4 : 2; }
+constexpr int step_group(int64_t step_bytes) { return step_bytes <= 16 ? 8 : step_bytes <= 48 ? 4 : 2; }
 
 }  // namespace lltm_ext
