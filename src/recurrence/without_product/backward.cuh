@@ -1,8 +1,8 @@
 // All steps of independent units backward (steps.cuh), or those of a segment. No gradient goes through
 // weights. Each row and segment has its own sums of gradients, so their order is fixed.
 //
-// A step reads the projections and the previous h, which are in memory anyhow, and computes again what forward
-// made of them. That is faster than to write it and read it.
+// A step reads the projections and the previous h, which are in memory anyhow, and computes again what
+// forward made of them. That is faster than to write it and read it.
 #pragma once
 
 #include "recurrence/without_product/steps.cuh"
@@ -21,8 +21,10 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
  public:
   using Base = IndependentUnits<Cell, T, kUnits, kDense>;
   using Base::bias_, Base::h_, Base::in_, Base::kCarried, Base::kGates, Base::kParameters, Base::kSaved,
-      Base::kStates, Base::kStepInputs, Base::plane, Base::plane_at, Base::row_, Base::state, Base::states_;
+      Base::kStates, Base::kStepInputs, Base::plane, Base::row_, Base::state, Base::states_;
   using typename Base::A, typename Base::Math, typename Base::Saved, typename Base::Values;
+  template <typename X, int kPlanes>
+  using Rows = typename Base::template Rows<X, kPlanes>;
   static constexpr int kSums = Base::kShape.sums();
   static constexpr int kReadGates = count_backward_gates<Cell>();
   // The values that a step reads besides projections: the previous h, if the cell reads it; then these.
@@ -72,13 +74,16 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
   template <bool kStores>
   __device__ void run_steps(int begin, int end) {
     A sums[kUnits][at_least_one(kSums)] = {};
-    const int64_t first = args_.first_row * args_.hidden;
-    for_inputs(begin, end, [&](int64_t at, const Inputs& inputs) {
+    Rows<T, kGates> gradients(*this, args_.grad_gates - args_.first_row * kGates * args_.hidden, begin);
+    for_inputs(begin, end, [&](int n, const Inputs& inputs) {
       CellGradients<Cell, A> grads[kUnits];
       Saved saved;
       widen_inputs(inputs, saved);
       step<kStores>(inputs, saved, grads);
-      if constexpr (kStores) store_step(at - first, grads, sums);
+      if constexpr (kStores) {
+        gradients.next(n);
+        store_step(gradients, grads, sums);
+      }
     });
     if constexpr (kStores) {
       if (args_.grad_sums) add_sums(sums);
@@ -90,11 +95,69 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
   using typename Base::Lost;
   struct Inputs : Projections, Others, Lost {};
 
+  // Calls f(g, i) for the gates g that the cell reads, where i counts them.
+  template <class F>
+  __device__ __forceinline__ static void for_gates(F&& f) {
+    int i = 0;
+#pragma unroll
+    for (int g = 0; g < kGates; ++g) {
+      if (Cell::backward_reads(g)) f(g, i++);
+    }
+  }
+
+  // What steps read (IndependentUnits::for_steps). h is the output of the step before. The sequence's first
+  // step has none: it reads some other row of the output, which h0 replaces.
+  struct Source {
+    const IndependentBackward& units;
+    Rows<const projection_t<Cell, T>, kGates> projections;
+    Rows<const T, 1> previous, grad_output;
+    Rows<const T, kSaved> saved;
+    Rows<const T, kStepInputs> steps;
+
+    __device__ Source(const IndependentBackward& units, int begin)
+        : units(units),
+          projections(units, reinterpret_cast<const projection_t<Cell, T>*>(units.args_.gates), begin),
+          previous(units, units.args_.output, begin + (begin < units.first_step_)),
+          grad_output(units, units.args_.grad_output, begin),
+          saved(units, units.args_.extra, begin),
+          steps(units, units.args_.step_inputs, begin) {
+      if (kDense && begin >= units.first_step_) previous.next(begin);
+    }
+
+    __device__ void next(int n) {
+      projections.next(n);
+      if (!kDense || n < units.first_step_) previous.next(min(n + 1, units.first_step_));
+      grad_output.next(n);
+      saved.next(n);
+      steps.next(n);
+    }
+    template <class F>
+    __device__ void read(int n, Inputs& inputs, const F& f) const {
+      for_gates([&](int g, int i) { f(inputs.Projections::of[i], projections.plane(g)); });
+      if constexpr (Cell::kBackwardReadsH) f(inputs.Others::of[0], previous.plane(0));
+      if (units.args_.grad_output) f(inputs.Others::of[kGradOutput], grad_output.plane(0));
+#pragma unroll
+      for (int v = 0; v < kSaved; ++v) f(inputs.Others::of[kFirstSaved + v], saved.plane(v));
+#pragma unroll
+      for (int k = 0; k < kStepInputs; ++k) f(inputs.Others::of[kFirstStep + k], steps.plane(k));
+      if constexpr (!kDense) {
+        if (units.args_.reset) f(inputs.Lost::of[0], units.args_.resets().share(units.row_of(n)));
+      }
+    }
+    template <class F>
+    __device__ void replace(int first, int count, F&& place) const {
+      const int n = units.first_step_;
+      if (!Cell::kBackwardReadsH || n < first || n >= first + count) return;
+      Inputs inputs;
+      Values& h = inputs.Others::of[0];
+      const T* const h0 = units.args_.h0;
+      *place(n, inputs).place(h) = h0 ? Base::read(units.plane(h0, units.row_, 1, 0)) : Values{};
+    }
+  };
+
   template <class Step>
   __device__ __forceinline__ void for_inputs(int begin, int end, Step&& step) const {
-    Base::template for_steps<Inputs>(
-        begin, end, [&](int n, int64_t at, Inputs& inputs, const auto& f) { read_step(n, at, inputs, f); },
-        step);
+    Base::template for_steps<Inputs>(begin, end, Source(*this, begin), step);
   }
 
   __device__ void widen_inputs(const Inputs& inputs, Saved& saved) {
@@ -107,9 +170,7 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
     }
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      for_gates([&](int g, int i) {
-        in_[u].x[g] = widen(inputs.Projections::of[i].data[u]) + bias_[u][g];
-      });
+      for_gates([&](int g, int i) { in_[u].x[g] = widen(inputs.Projections::of[i].data[u]) + bias_[u][g]; });
       if constexpr (Cell::kBackwardReadsH) {
         in_[u].h = widen(values[0].data[u]);
         if (lost != 0) in_[u].h = reset_to(lost, in_[u].h, h0[u]);
@@ -145,44 +206,9 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
     }
   }
 
-  // Calls f(g, i) for the gates g that the cell reads, where i counts them.
-  template <class F>
-  __device__ __forceinline__ static void for_gates(F&& f) {
-    int i = 0;
-#pragma unroll
-    for (int g = 0; g < kGates; ++g) {
-      if (Cell::backward_reads(g)) f(g, i++);
-    }
-  }
-
-  template <class F>
-  __device__ void read_step(int n, int64_t at, Inputs& inputs, const F& f) const {
-    for_gates([&](int g, int i) {
-      const auto* const projections = reinterpret_cast<const projection_t<Cell, T>*>(args_.gates);
-      f(inputs.Projections::of[i], plane_at(projections, at, kGates, g));
-    });
-    if constexpr (Cell::kBackwardReadsH) {
-      const T* const first = args_.h0 ? plane(args_.h0, row_, 1, 0) : nullptr;
-      f.or_zeros(inputs.Others::of[0], n < Base::steps_after_first_
-                                       ? plane_at(args_.output, Base::next_row(at, n + 1), 1, 0)
-                                       : first);
-    }
-#pragma unroll
-    for (int v = 0; v < kSaved; ++v) {
-      f(inputs.Others::of[kFirstSaved + v], plane_at(args_.extra, at, kSaved, v));
-    }
-#pragma unroll
-    for (int k = 0; k < kStepInputs; ++k) {
-      f(inputs.Others::of[kFirstStep + k], plane_at(args_.step_inputs, at, kStepInputs, k));
-    }
-    if (args_.grad_output) f(inputs.Others::of[kGradOutput], plane_at(args_.grad_output, at, 1, 0));
-    if constexpr (!kDense) {
-      if (args_.reset) f(inputs.Lost::of[0], args_.resets().share(Base::row_of(n)));
-    }
-  }
-
-  __device__ void store_step(int64_t at, const CellGradients<Cell, A> (&grads)[kUnits],
-                             A (&sums)[kUnits][at_least_one(kSums)]) const {
+  __device__ static void store_step(const Rows<T, kGates>& gradients,
+                                    const CellGradients<Cell, A> (&grads)[kUnits],
+                                    A (&sums)[kUnits][at_least_one(kSums)]) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
@@ -192,7 +218,7 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
     }
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
-      Base::store(Base::plane_at(args_.grad_gates, at, kGates, g), [&](int u) { return grads[u].x[g]; });
+      Base::store(gradients.plane(g), [&](int u) { return grads[u].x[g]; });
     }
   }
 

@@ -9,9 +9,11 @@ template <class Cell, typename T, int kUnits, bool kDense>
 class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense> {
  public:
   using Base = IndependentUnits<Cell, T, kUnits, kDense>;
-  using Base::bias_, Base::h_, Base::in_, Base::kGates, Base::kStates, Base::kStepInputs, Base::plane, Base::row_,
-      Base::state, Base::states_;
+  using Base::bias_, Base::h_, Base::in_, Base::kGates, Base::kSaved, Base::kStates, Base::kStepInputs,
+      Base::plane, Base::row_, Base::state, Base::states_;
   using typename Base::A, typename Base::Math, typename Base::Saved, typename Base::Values;
+  template <typename X, int kPlanes>
+  using Rows = typename Base::template Rows<X, kPlanes>;
 
   using Arguments = SequenceForwardArguments<T>;
 
@@ -36,10 +38,22 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense> {
   // Steps [begin, end) of the row.
   template <bool kStores>
   __device__ void run_steps(int begin, int end) {
-    for_inputs(begin, end, [&](int64_t at, const Inputs& inputs) {
+    Rows<T, 1> output(*this, args_.output, begin), output_apart(*this, args_.output_apart, begin);
+    Rows<T, kSaved> extra(*this, args_.extra, begin);
+    for_inputs(begin, end, [&](int n, const Inputs& inputs) {
       Saved saved;
       step(inputs, saved);
-      if constexpr (kStores) store_step(at, saved);
+      if constexpr (!kStores) return;
+      output.next(n);
+      Base::store(output.plane(0), [&](int u) { return h_[u]; });
+      if constexpr (Base::kShape.has_output_apart()) {
+        output_apart.next(n);
+        Base::store(output_apart.plane(0), [&](int u) { return output_of<Cell>(h_[u], states_[u]); });
+      }
+      if (kSaved == 0 || !args_.save) return;
+      extra.next(n);
+#pragma unroll
+      for (int v = 0; v < kSaved; ++v) Base::store(extra.plane(v), [&](int u) { return saved[u][v]; });
     });
   }
 
@@ -48,11 +62,34 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense> {
   using typename Base::Lost;
   struct Inputs : Projections, StepInputs, Lost {};
 
+  // What steps read (IndependentUnits::for_steps).
+  struct Source {
+    const IndependentForward& units;
+    Rows<const projection_t<Cell, T>, kGates> projections;
+    Rows<const T, kStepInputs> steps;
+
+    __device__ void next(int n) {
+      projections.next(n);
+      steps.next(n);
+    }
+    template <class F>
+    __device__ void read(int n, Inputs& inputs, const F& f) const {
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) f(inputs.Projections::of[g], projections.plane(g));
+#pragma unroll
+      for (int k = 0; k < kStepInputs; ++k) f(inputs.StepInputs::of[k], steps.plane(k));
+      if constexpr (!kDense) {
+        if (units.args_.reset) f(inputs.Lost::of[0], units.args_.resets().share(units.row_of(n)));
+      }
+    }
+    template <class F>
+    __device__ void replace(int, int, F&&) const {}
+  };
+
   template <class Step>
   __device__ __forceinline__ void for_inputs(int begin, int end, Step&& step) const {
-    Base::template for_steps<Inputs>(
-        begin, end, [&](int n, int64_t at, Inputs& inputs, const auto& f) { read_step(n, at, inputs, f); },
-        step);
+    Source source = {*this, {*this, projections_, begin}, {*this, args_.step_inputs, begin}};
+    Base::template for_steps<Inputs>(begin, end, source, step);
   }
 
   __device__ void step(const Inputs& inputs, Saved& saved) {
@@ -89,34 +126,6 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense> {
   __device__ void store_states(X* states) const {
 #pragma unroll
     for (int s = 0; s < kStates; ++s) Base::store(state(states, s), [&](int u) { return states_[u][s]; });
-  }
-
-  template <class F>
-  __device__ void read_step(int n, int64_t at, Inputs& inputs, const F& f) const {
-#pragma unroll
-    for (int g = 0; g < kGates; ++g) {
-      f(inputs.Projections::of[g], Base::plane_at(projections_, at, kGates, g));
-    }
-#pragma unroll
-    for (int k = 0; k < kStepInputs; ++k) {
-      f(inputs.StepInputs::of[k], Base::plane_at(args_.step_inputs, at, kStepInputs, k));
-    }
-    if constexpr (!kDense) {
-      if (args_.reset) f(inputs.Lost::of[0], args_.resets().share(Base::row_of(n)));
-    }
-  }
-
-  __device__ void store_step(int64_t at, const Saved& saved) const {
-    Base::store(Base::plane_at(args_.output, at, 1, 0), [&](int u) { return h_[u]; });
-    if constexpr (Base::kShape.has_output_apart()) {
-      Base::store(Base::plane_at(args_.output_apart, at, 1, 0),
-                  [&](int u) { return output_of<Cell>(h_[u], states_[u]); });
-    }
-    if (!args_.save) return;
-#pragma unroll
-    for (int v = 0; v < Base::kSaved; ++v) {
-      Base::store(Base::plane_at(args_.extra, at, Base::kSaved, v), [&](int u) { return saved[u][v]; });
-    }
   }
 
   __device__ void reset(A share) {

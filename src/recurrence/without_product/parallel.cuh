@@ -78,7 +78,7 @@ class ForwardMap : public IndependentForward<Cell, T, kUnits, kDense> {
   using Units::Units;
 
   __device__ void reduce(int begin, int end, Coefficients<Units> (&maps)[kUnits]) {
-    Units::for_inputs(begin, end, [&](int64_t, const typename Units::Inputs& inputs) {
+    Units::for_inputs(begin, end, [&](int, const typename Units::Inputs& inputs) {
       typename Units::Saved saved;
       Units::step(inputs, saved);
 #pragma unroll
@@ -102,7 +102,7 @@ class BackwardMap : public IndependentBackward<Cell, T, kUnits, kDense> {
 
   __device__ void reduce(int begin, int end, Coefficients<Units> (&maps)[kUnits]) {
     constexpr int kLive = Units::kLive;
-    Units::for_inputs(begin, end, [&](int64_t, const typename Units::Inputs& inputs) {
+    Units::for_inputs(begin, end, [&](int, const typename Units::Inputs& inputs) {
       typename Units::Saved saved;
       CellGradients<Cell, typename Units::A> grads[kUnits];
       Units::widen_inputs(inputs, saved);

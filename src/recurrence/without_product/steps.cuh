@@ -102,7 +102,7 @@ class IndependentUnits {
       }
     }
     count_ = end - begin;
-    steps_after_first_ = end - 1 - (is_packed() && order_.reverse ? order_.length - has : 0);
+    first_step_ = end - 1 - (is_packed() && order_.reverse ? order_.length - has : 0);
     const int first = backward ? end - 1 : begin;
     first_time_ = order_.reverse ? order_.length - 1 - first : first;
     time_step_ = order_.reverse == backward ? 1 : -1;
@@ -110,46 +110,44 @@ class IndependentUnits {
   }
   __device__ int count() const { return count_; }
 
-  // Calls step(at, inputs) for n = begin, ..., end - 1 of the thread's steps, where `at` is the place of the
-  // step's row in [N, H]. sources(n, at, inputs, f) calls f(value of inputs, where it is in memory) for what
-  // the step reads, and f(value, x) for a value that it computes. Stages of some steps are copied ahead to a
-  // ring in shared memory. Each thread has its own places there, so none waits for another.
-  template <class Inputs, class Sources, class Step>
-  __device__ __forceinline__ void for_steps(int begin, int end, const Sources& sources, Step&& step) const {
+  // Calls step(n, inputs) for n = begin, ..., end - 1 of the thread's steps. source.next(n) goes to what step
+  // n reads; source.read(n, inputs, f) then calls f(value of inputs, where it is in memory), and f(value, x)
+  // for a value that it computes. Stages of some steps are copied ahead to a ring in shared memory. Each
+  // thread has its own places there, so none waits for another. source.replace(first, count, place) may
+  // change what has arrived of so many steps: place(n, inputs) is that of step n.
+  template <class Inputs, class Source, class Step>
+  __device__ __forceinline__ void for_steps(int begin, int end, Source&& source, Step&& step) const {
     constexpr int kAhead = kRingStages - 1, kGroup = step_group(sizeof(Inputs));
     const auto copy_stage = [&](int first, int stage) {
       const int count = min(stage_steps_, end - first);
-      int64_t at = 0;
 #pragma unroll 4
       for (int i = 0; i < count; ++i) {
-        at = i == 0 ? row_of(first) * hidden_ : next_row(at, first + i);
         Inputs inputs;
-        sources(first + i, at, inputs, Ahead<Inputs>{{step_place<Inputs>(stage, i), inputs}});
+        source.next(first + i);
+        source.read(first + i, inputs, Ahead<Inputs>{{step_place<Inputs>(stage, i), inputs}});
       }
       cp_async_commit_group();
     };
 #pragma unroll 1
     for (int stage = 0; stage < kAhead; ++stage) copy_stage(begin + stage * stage_steps_, stage);
-    int64_t at = begin < end ? row_of(begin) * hidden_ : 0;
     for (int first = begin, stage = 0; first < end;
          first += stage_steps_, stage = (stage + 1) % kRingStages) {
       copy_stage(first + kAhead * stage_steps_, (stage + kAhead) % kRingStages);
       cp_async_wait_group<kAhead>();
       const int count = min(stage_steps_, end - first);
+      source.replace(first, count, [&](int n, Inputs& inputs) {
+        return RingStep<Inputs>{step_place<Inputs>(stage, n - first), inputs};
+      });
       // A group of steps is read before its first one runs.
       const auto run_group = [&](int done, auto size) {
         Inputs group[size.value] = {};
 #pragma unroll
         for (int i = 0; i < size.value; ++i) {
-          sources(first + done + i, at, group[i],
-                  Arrived<Inputs>{{step_place<Inputs>(stage, done + i), group[i]}});
+          source.read(first + done + i, group[i],
+                      Arrived<Inputs>{{step_place<Inputs>(stage, done + i), group[i]}});
         }
 #pragma unroll
-        for (int i = 0; i < size.value; ++i) {
-          step(at, group[i]);
-          const int n = first + done + i;
-          if (kDense || n + 1 < end) at = next_row(at, n + 1);
-        }
+        for (int i = 0; i < size.value; ++i) step(first + done + i, group[i]);
       };
       int done = 0;
       for (; done + kGroup <= count; done += kGroup) run_group(done, Size<kGroup>());
@@ -185,8 +183,30 @@ class IndependentUnits {
     }
   }
 
+  // The rows of the thread's steps in an array [N, kPlanes, H], one after the other.
+  template <typename X, int kPlanes>
+  class Rows {
+   public:
+    // Before step `begin`.
+    __device__ Rows(const IndependentUnits& units, X* array, int begin) : units_(units), array_(array) {
+      if (kDense) row_ = units.plane(array, units.row_of(begin), kPlanes, 0) - units.stride_ * kPlanes;
+    }
+    __device__ void next(int n) {
+      if (kDense) {
+        row_ += units_.stride_ * kPlanes;
+      } else {
+        row_ = units_.plane(array_, units_.row_of(n), kPlanes, 0);
+      }
+    }
+    __device__ X* plane(int p) const { return row_ + int64_t{p} * units_.hidden_; }
+
+   private:
+    const IndependentUnits& units_;
+    X* const array_;
+    X* row_;
+  };
+
   // A step's values in the ring: all threads have the first one, then all have the second one, and so on.
-  // Without memory to copy from, a value is zero.
   template <class Inputs>
   struct RingStep {
     char* memory;
@@ -201,10 +221,6 @@ class IndependentUnits {
   template <class Inputs>
   struct Ahead : RingStep<Inputs> {
     template <typename X>
-    __device__ void or_zeros(Vec<X, kUnits>& value, const X* from) const {
-      from ? (*this)(value, from) : void(*this->place(value) = {});
-    }
-    template <typename X>
     __device__ void operator()(Vec<X, kUnits>& value, const X* from) const {
       constexpr int kBytes = sizeof(value);
       if constexpr (kBytes == 2) {
@@ -218,10 +234,6 @@ class IndependentUnits {
   };
   template <class Inputs>
   struct Arrived : RingStep<Inputs> {
-    template <typename X>
-    __device__ void or_zeros(Vec<X, kUnits>& value, const X*) const {
-      value = *this->place(value);
-    }
     template <typename X>
     __device__ void operator()(Vec<X, kUnits>& value, const X*) const {
       value = *this->place(value);
@@ -240,25 +252,17 @@ class IndependentUnits {
     return exists();
   }
 
-  // The row of the thread's step n, and its place in [N, H], given that of the step before.
+  // The row of the thread's step n.
   __device__ int64_t row_of(int n) const {
     const int time = first_time_ + n * time_step_;
     return (is_packed() ? order_.first_rows[time] : int64_t{time} * order_.batch) + row_;
   }
-  __device__ int64_t next_row(int64_t before, int n) const {
-    return is_packed() ? row_of(n) * hidden_ : before + stride_;
-  }
   __device__ bool is_packed() const { return !kDense && order_.first_rows; }
 
-  // Where the thread's units are in [rows, planes, H], given the row's place in [rows, H]; in that array,
-  // given the row; and in [S, B, H].
-  template <typename X>
-  __device__ X* plane_at(X* base, int64_t at, int planes, int plane) const {
-    return base + at * planes + (int64_t{plane} * hidden_ + unit_);
-  }
+  // Where the thread's units are in [rows, planes, H], and in [S, B, H].
   template <typename X>
   __device__ X* plane(X* base, int64_t row, int planes, int plane) const {
-    return plane_at(base, row * hidden_, planes, plane);
+    return base + (row * planes + plane) * hidden_ + unit_;
   }
   template <typename X>
   __device__ X* state(X* base, int state) const {
@@ -320,7 +324,7 @@ class IndependentUnits {
   int64_t row_;  // in the batch
   int unit_;     // the thread's first
   int count_ = 0, first_time_, time_step_;
-  int steps_after_first_;  // backward, how many of the steps have one before them in the sequence
+  int first_step_;       // backward, the one of the thread's steps that is the row's first in the sequence
   int64_t stride_;       // from one step's row to the next in [N, H], if all steps have the batch
   int stage_steps_ = 0;  // Segments
   CellInputs<Cell, A> in_[kUnits];
