@@ -11,7 +11,7 @@
 #pragma once
 
 #include "common/vec.cuh"
-#include "scan/look_back.cuh"
+#include "scan/tile_states.cuh"
 
 namespace lltm_ext {
 
@@ -113,23 +113,16 @@ struct TileStages {
 // The shared memory of a block, besides the stages.
 template <class Scan>
 struct TileShared {
-  using F = Affine<wide_t<Scan>>;
-  F* units;             // [units, width]: units of rows as functions
-  wide_t<Scan>* state;  // [width]: where threads take turns
-  LookBackShared<F> look_back;
+  using OfStates = TileStatesShared<Affine<wide_t<Scan>>>;
+  OfStates states;
   uint32_t* number;  // of the block's tile
 
   LLTM_HOST_DEVICE static int bytes(int threads) {
-    const int of_all = threads * static_cast<int>(sizeof(F) + sizeof(wide_t<Scan>)) +
-                       threads * LookBackShared<F>::kBytes + static_cast<int>(sizeof(*number));
+    const int of_all = threads * OfStates::kBytes + static_cast<int>(sizeof(*number));
     return static_cast<int>(ceil_div(of_all, 16)) * 16;
   }
   __device__ __forceinline__ TileShared(char* memory, int threads)
-      : units(reinterpret_cast<F*>(memory)),
-        state(reinterpret_cast<wide_t<Scan>*>(units + threads)),
-        look_back(reinterpret_cast<char*>(state + threads), threads),
-        number(reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(state + threads) +
-                                           threads * LookBackShared<F>::kBytes)) {}
+      : states(memory, threads), number(reinterpret_cast<uint32_t*>(memory + threads * OfStates::kBytes)) {}
 };
 
 template <class Scan>
@@ -404,70 +397,22 @@ class TiledScan {
     Steps steps;
     read(x, first, count, last, steps);
 
-    F mine = forgets ? reduced<true>(steps, forgets) : reduced<false>(steps, 0);
-    // Where a warp has several rows: the functions of the rows before this one, and with it.
-    const int lane = thread_ % kScanWarp;
-    F before = F::identity();
-    if (width < kScanWarp) {
-      for (int lanes = width; lanes < kScanWarp; lanes *= 2) {
-        const F earlier = shuffle_up(mine, lanes);
-        if (lane >= lanes) mine = then(earlier, mine);
-      }
-      const F earlier = shuffle_up(mine, width);
-      if (lane >= width) before = earlier;
-    }
-    // A unit is the rows of a warp, or one row.
-    const int unit_rows = larger(1, kScanWarp >> plan_.width_bits), units = rows_ / unit_rows,
-              unit = row_ / unit_rows;
-    bool reliable = is_reliable(mine);
-    if (row_ % unit_rows == unit_rows - 1) shared_.units[unit * width + column_] = mine;
-    __syncthreads();
-    const bool is_head = row_ == 0, has_next = place.tile + 1 < plan_.tiles;
-    F whole = F::identity();
-    if (is_head && has_next) {
-      F parts[kSegmentTiles];
-#pragma unroll
-      for (int i = 0; i < kSegmentTiles; ++i) {
-        parts[i] = i < units ? shared_.units[i * width + column_] : F::identity();
-      }
-      whole = composed(parts);
-      reliable = reliable && is_reliable(whole);
-    }
-    const bool in_turn = __syncthreads_or(!reliable);
-
-    LookBack<F> look_back(links_, shared_.look_back, place.group, place.tile, plan_.tiles, width, row_,
-                          column_);
-    if (is_head && has_next && !in_turn) look_back.publish(whole);
-    W state = to_wide(scan_.before_first(x));
-    if (place.tile > 0) state = look_back.before(state, depth_);
-    take();  // while the tile's steps run
-    if (!in_turn) {
-      if (is_head && has_next) look_back.publish_state(whole);
-#pragma unroll 1
-      for (int i = 0; i < unit; ++i) state = apply(shared_.units[i * width + column_], state);
-    } else if (is_head) {
-      shared_.state[column_] = state;
-    }
-    for (int turn = 0; turn < (in_turn ? rows_ : 1); ++turn) {
-      if (in_turn) __syncthreads();
-      if (in_turn && turn != row_) continue;
+    const F mine = forgets ? reduced<true>(steps, forgets) : reduced<false>(steps, 0);
+    const TileThread at = {place.group, place.tile, plan_.tiles, width, plan_.width_bits,
+                           rows_,       row_,       column_,     depth_};
+    const auto run_from = [&](W state) {
       A now;
-      from_wide(now, in_turn ? shared_.state[column_] : apply(before, state));
+      from_wide(now, state);
       now = resets | forgets ? run_steps<true>(steps, resets >> 1, forgets, now)
                              : run_steps<false>(steps, 0, 0, now);
-      if (in_turn) shared_.state[column_] = to_wide(now);
       if (kBackward && 0 <= last && last < count) {
         scan_.store_grad_initial(scan_.moved(x, last), now, resets >> (last + 1) & 1);
       }
-    }
-    if (in_turn) {
-      __syncthreads();
-      if (is_head && has_next) {
-        const F whole_state = F::constant(shared_.state[column_]);
-        look_back.publish(whole_state);
-        look_back.publish_state(whole_state);
-      }
-    }
+      return to_wide(now);
+    };
+    // The next tile is taken while this one's steps run.
+    run_tile_from_states(links_, shared_.states, at, mine, to_wide(scan_.before_first(x)), run_from,
+                         [&] { take(); });
     write(x.result, scan_.result, moves_.result, stages_.b, count, steps.b);
     if constexpr (kBackward) {
       if (x.h) write(x.grad_a, scan_.grad_a, moves_.grad_a, stages_.a, count, steps.a);
