@@ -548,10 +548,10 @@ def test_kernels_of_independent_units_compile(name, architecture, backward):
 
 @compiled_for(["mingru", *WITHOUT_PRODUCT], "mingru", "sm_75", "sm_120")
 @passes
-def test_kernels_of_segments_of_independent_units_compile(name, architecture, backward):
-    for dtype in (torch.bfloat16, torch.float32, DOUBLE):
-        for part in ("reduce", "combine"):
-            how = {"independent_units": 2, "part": part, "dense": part == "reduce"}
+def test_kernels_of_tiles_of_independent_units_compile(name, architecture, backward):
+    for dtype, units in ((torch.bfloat16, 2), (torch.float32, 1), (DOUBLE, 1)):
+        for dense in (False, True):
+            how = {"independent_units": units, "tile_threads": 128, "dense": dense}
             binary(CELLS[name].program, dtype, backward, -1, architecture, **how)
 
 
@@ -608,6 +608,4 @@ def test_the_source_of_a_kernel_names_its_cell_and_variant():
     assert "PersistentConfig<Cell, T, 3, true, bool>" in _C.source(*arguments, reset="bool")
     with pytest.raises(ValueError, match="gru: expected reset to be '', 'bool' or 'float', got 'int'"):
         _C.source(*arguments, reset="int")
-    with pytest.raises(ValueError, match="gru: expected part to be '', 'reduce' or 'combine', got 'all'"):
-        _C.source(*arguments, part="all")
     assert cells.gru.source in source

@@ -40,7 +40,7 @@ int main(int count, char** questions) {
     const char* algorithm = names[static_cast<int>(plan.algorithm)];
     std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks, grid.groups,
                 grid.rows, plan.why_not.c_str(), variant.on_hopper_only, variant.tf32, variant.row_per_block,
-                plan.independent, plan.segment_steps, plan.fused_step.rows, plan.fused_step.split_k,
+                plan.independent, plan.tiles.threads, plan.fused_step.rows, plan.fused_step.split_k,
                 plan.small_batch.rows, plan.small_batch.units, plan.small_batch.split_k);
   }
 }
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
     tf32: bool  # the kernel uses it
     one_row: bool  # a block has one
     independent: bool  # one kernel runs all steps of units without a product
-    segment_steps: int  # of segments of their steps that run in parallel; 0: one has all
+    tile_threads: int  # of a block of tiles of their steps; 0: a thread has all
     fused_step: tuple[int, int]  # has rows and split-K; zeros if a step is not fused
     small_batch: tuple[int, int, int]  # has rows, units and split-K; zeros if a step is not one of few rows
 
@@ -351,7 +351,7 @@ def test_units_without_a_product_run_all_steps_in_one_kernel(plan, chip):
 LONG = {"recurrent": False, "steps": 16384, "batch": 64, "size": 4}
 
 
-def test_few_units_without_a_product_run_many_steps_in_segments(plan):
+def test_few_units_without_a_product_run_many_steps_in_tiles(plan):
     one, some, few_steps, backward, mixing = plan(
         {**LONG, "hidden": 1, "affine": True},
         {**LONG, "hidden": 64, "affine": True},
@@ -359,7 +359,7 @@ def test_few_units_without_a_product_run_many_steps_in_segments(plan):
         {**LONG, "hidden": 64, "backward": True},
         {**LONG, "hidden": 64, "backward": True, "states": 4},
     )
-    assert [x.segment_steps for x in (one, some, few_steps, backward, mixing)] == [32, 1024, 32, 1024, 1024]
+    assert [x.tile_threads for x in (one, some, few_steps, backward, mixing)] == [256, 128, 256, 128, 64]
 
 
 @pytest.mark.parametrize(
@@ -376,9 +376,9 @@ def test_few_units_without_a_product_run_many_steps_in_segments(plan):
     ],
     ids=["not affine", "short", "wide", "many states", "two sequences", "a product", "many rows", "no rows"],
 )
-def test_other_steps_have_no_segments(plan, more):
+def test_other_steps_have_no_tiles(plan, more):
     (found,) = plan({**LONG, "hidden": 64, **more})
-    assert found.segment_steps == 0
+    assert found.tile_threads == 0
 
 
 def test_no_other_algorithm_runs_units_without_a_product(plan):

@@ -11,8 +11,8 @@ def source(
     small_batch: int = 0,
     single_step_rows: int = 0,
     on_tensor_cores: bool = False,
-    part: str = "",
     dense: bool = False,
+    tile_threads: int = 0,
 ) -> str: ...
 def compile(
     program: str,
@@ -26,8 +26,8 @@ def compile(
     small_batch: int = 0,
     single_step_rows: int = 0,
     on_tensor_cores: bool = False,
-    part: str = "",
     dense: bool = False,
+    tile_threads: int = 0,
 ) -> bytes: ...
 def compilations() -> int: ...
 def add_compiled_cell(arg0: str, arg1: int) -> None: ...

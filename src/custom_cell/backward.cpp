@@ -136,8 +136,8 @@ struct DirectionGradients {
   // [S, B, H]. They start as zeros, which have not been written if `are_unset`.
   at::Tensor grad_h, grad_own_h, grad_states;
   bool are_unset;
-  // What is summed over the first dimension: gradients of h0 and states through resets to them, [segments, 1
-  // + S, B, H], and those of bias and parameters, [segments * B, (G + P) * H]; or undefined.
+  // What is summed over the first dimension: gradients of h0 and states through resets to them, [threads of
+  // a unit, 1 + S, B, H], and those of bias and parameters, [tiles * B, (G + P) * H]; or undefined.
   at::Tensor grad_initial, grad_sums;
   at::Tensor grad_input, grad_weight_ih, grad_weight_hh;  // weights': undefined until the first chunk
   at::Tensor parameters, step_inputs, reset;              // aligned; rows
@@ -203,11 +203,12 @@ struct DirectionGradients {
     bias = at::Tensor();
   }
 
-  void prepare_for_fused(int64_t segments) {
+  void prepare_for_fused(const UnitTiles& tiles) {
     if (inputs.weight_hh.defined() && !weight_hh_t.defined()) weight_hh_t = aligned(inputs.weight_hh.t());
     if (grad_output && !dense_grad_output.defined()) dense_grad_output = aligned(*grad_output);
-    extend(grad_initial, segments);
-    extend(grad_sums, segments * grad_h.size(0));
+    if (tiles.threads == 0) return;
+    extend(grad_initial, tiles.tiles * tiles.rows());
+    extend(grad_sums, tiles.tiles * grad_h.size(0));
   }
 
   // Adds zeros to the first dimension.
@@ -268,9 +269,6 @@ struct Backward {
     return sizes.plan(op, parts[0].direction.output, /*backward=*/true, call.algorithm, parts.size(),
                       side_by_side, parts[0].steps());
   }
-  static int64_t segments_of(const DirectionChunk& part, const Plan& plan) {
-    return plan.segment_steps == 0 ? 1 : ceil_div(part.steps(), plan.segment_steps);
-  }
 
   // Computes grad_gates of a chunk of each direction: in one launch if they fit, else side by side.
   void run_steps(at::ArrayRef<DirectionChunk> parts, bool side_by_side = false) const {
@@ -281,7 +279,7 @@ struct Backward {
     // A direction keeps these tensors for its other chunks, so they are allocated on the current stream.
     for (size_t i = 0; i < parts.size(); ++i) {
       const Plan of_one = plan_of(parts.slice(i, 1), /*side_by_side=*/true);
-      if (of_one.is_fused()) parts[i].direction.prepare_for_fused(segments_of(parts[i], of_one));
+      if (of_one.is_fused()) parts[i].direction.prepare_for_fused(of_one.tiles);
     }
     run_side_by_side(like, parts.size(),
                      [&](size_t i) { run_steps(parts.slice(i, 1), /*side_by_side=*/true); });
@@ -360,7 +358,7 @@ struct Backward {
     for (const DirectionChunk& part : parts) {
       const DirectionGradients& d = part.direction;
       parameters.push_back(aligned(with_bias(shape, d.parameters, d.bias, sizes.hidden)));
-      part.direction.prepare_for_fused(segments_of(part, plan));
+      part.direction.prepare_for_fused(plan.tiles);
       if (!plan.runs_all_steps()) part.direction.write_zeros();
     }
     const auto arguments_of = [&](auto type, size_t i) {
@@ -394,11 +392,11 @@ struct Backward {
           .h0 = pointer<T>(direction.h0),
       };
     };
-    const at::Tensor maps = sizes.maps(plan, shape, parts[0].steps(), like);
+    const at::Tensor links = sizes.links(plan, shape, like);
     const bool ran = try_launch_fused("recurrence_backward", like, plan, call.algorithm, parts.size(),
                                       [&](auto type, auto stream) {
                                         return op.launch(per_direction(type, parts.size(), arguments_of),
-                                                         plan, mutable_pointer<void>(maps), stream);
+                                                         plan, mutable_pointer<void>(links), stream);
                                       });
     for (const DirectionChunk& part : parts) part.direction.are_unset &= !ran;
     return ran;

@@ -30,7 +30,10 @@ LLTM_EMBED(unit_shape_h, "recurrence/without_product/shape.h");
 LLTM_EMBED(unit_steps_cuh, "recurrence/without_product/steps.cuh");
 LLTM_EMBED(unit_forward_cuh, "recurrence/without_product/forward.cuh");
 LLTM_EMBED(unit_backward_cuh, "recurrence/without_product/backward.cuh");
-LLTM_EMBED(unit_parallel_cuh, "recurrence/without_product/parallel.cuh");
+LLTM_EMBED(unit_tiles_cuh, "recurrence/without_product/tiles.cuh");
+LLTM_EMBED(doubles_cuh, "scan/doubles.cuh");
+LLTM_EMBED(look_back_cuh, "scan/look_back.cuh");
+LLTM_EMBED(tile_states_cuh, "scan/tile_states.cuh");
 LLTM_EMBED(step_h, "recurrence/stepwise/step.h");
 LLTM_EMBED(pointwise_cuh, "recurrence/stepwise/pointwise.cuh");
 LLTM_EMBED(reduce_cuh, "common/reduce.cuh");
@@ -76,7 +79,10 @@ const std::vector<Header> kHeaders = {
     unit_steps_cuh,
     unit_forward_cuh,
     unit_backward_cuh,
-    unit_parallel_cuh,
+    doubles_cuh,
+    look_back_cuh,
+    tile_states_cuh,
+    unit_tiles_cuh,
     step_h,
     pointwise_cuh,
     fused_shape_h,

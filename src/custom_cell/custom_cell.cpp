@@ -121,18 +121,19 @@ namespace {
 
 std::string source(const std::string& program, at::ScalarType type, bool backward, int variant,
                    int fused_rows, const std::string& reset, int independent_units, int small_batch,
-                   int single_step_rows, bool on_tensor_cores, const std::string& part, bool dense) {
+                   int single_step_rows, bool on_tensor_cores, bool dense, int tile_threads) {
   return CellProgram::get(program).source({type, backward, variant, fused_rows, reset, independent_units,
-                                           part, small_batch, single_step_rows, on_tensor_cores, dense});
+                                           small_batch, single_step_rows, on_tensor_cores, dense,
+                                           tile_threads});
 }
 
 std::string compile_binary(const std::string& program, at::ScalarType type, bool backward, int variant,
                            const std::string& architecture, int fused_rows, const std::string& reset,
                            int independent_units, int small_batch, int single_step_rows, bool on_tensor_cores,
-                           const std::string& part, bool dense) {
+                           bool dense, int tile_threads) {
   return compile_cell(CellProgram::get(program),
-                      {type, backward, variant, fused_rows, reset, independent_units, part, small_batch,
-                       single_step_rows, on_tensor_cores, dense},
+                      {type, backward, variant, fused_rows, reset, independent_units, small_batch,
+                       single_step_rows, on_tensor_cores, dense, tile_threads},
                       architecture);
 }
 
@@ -140,7 +141,8 @@ std::string compile_binary(const std::string& program, at::ScalarType type, bool
 // whether h of every step is apart from the output; whether there is a product; whether projections are wide.
 [[maybe_unused]] std::vector<int64_t> sizes_of_cell(const std::string& program) {
   const CellShape& shape = CellProgram::get(program).shape;
-  return {shape.gates, shape.states, shape.kept_gates(), shape.extra(), shape.has_output_apart(), shape.recurrent, shape.wide};
+  return {shape.gates,     shape.states, shape.kept_gates(), shape.extra(), shape.has_output_apart(),
+          shape.recurrent, shape.wide};
 }
 
 }  // namespace
@@ -181,7 +183,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 #ifdef LLTM_EXT_STABLE_ABI  // a native module has them by pybind11, below
   const std::string kernel =
       ", int fused_rows=0, str reset='', int independent_units=0, int small_batch=0, "
-      "int single_step_rows=0, bool on_tensor_cores=False, str part='', bool dense=False) -> ";
+      "int single_step_rows=0, bool on_tensor_cores=False, bool dense=False, int tile_threads=0) -> ";
   m.def(("custom_cell_source(str program, ScalarType dtype, bool backward, int variant" + kernel + "str")
             .c_str(),
         {});
@@ -203,12 +205,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("source", torch::wrap_pybind_function(source), py::arg("program"), py::arg("dtype"),
         py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("reset") = "",
         py::arg("independent_units") = 0, py::arg("small_batch") = 0, py::arg("single_step_rows") = 0,
-        py::arg("on_tensor_cores") = false, py::arg("part") = "", py::arg("dense") = false);
+        py::arg("on_tensor_cores") = false, py::arg("dense") = false, py::arg("tile_threads") = 0);
   m.def("compile", torch::wrap_pybind_function(returning_bytes(compile_binary)), py::arg("program"),
         py::arg("dtype"), py::arg("backward"), py::arg("variant"), py::arg("architecture"),
         py::arg("fused_rows") = 0, py::arg("reset") = "", py::arg("independent_units") = 0,
         py::arg("small_batch") = 0, py::arg("single_step_rows") = 0, py::arg("on_tensor_cores") = false,
-        py::arg("part") = "", py::arg("dense") = false);
+        py::arg("dense") = false, py::arg("tile_threads") = 0);
   m.def("compilations", compilations);
   m.def("add_compiled_cell", [](const std::string& name, intptr_t cell) {
     add_compiled_cell(name, *reinterpret_cast<const CompiledCell*>(cell));

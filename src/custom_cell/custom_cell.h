@@ -56,9 +56,7 @@ inline at::Tensor empty_kept_gates(const CellShape& shape, const CellCall& call,
 }
 
 // The bias of the projections, or undefined.
-inline at::Tensor bias_of(const Direction& d) {
-  return d.bias_hh.defined() ? d.bias + d.bias_hh : d.bias;
-}
+inline at::Tensor bias_of(const Direction& d) { return d.bias_hh.defined() ? d.bias + d.bias_hh : d.bias; }
 // The input without weight_ih as projections, with the bias.
 inline at::Tensor given_projections(const CellShape& shape, const at::Tensor& input, const at::Tensor& bias) {
   const at::Tensor given = input.to(projections_type(shape, input));

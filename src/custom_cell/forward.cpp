@@ -220,12 +220,12 @@ struct Forward {
           .states_n = mutable_pointer<void>(states_n[i]),
       };
     };
-    const at::Tensor maps = sizes.maps(plan, shape, sizes.length, outs[0].output);
+    const at::Tensor links = sizes.links(plan, shape, outs[0].output);
     const bool ran = try_launch_fused(
         "recurrence_forward", outs[0].output, plan, call.algorithm, count, [&](auto type, auto stream) {
           auto sequences = per_direction(type, count, arguments_of);
           sequences.rows = outs[0].output.numel() / sizes.hidden;
-          return op.launch(sequences, plan, mutable_pointer<void>(maps), stream);
+          return op.launch(sequences, plan, mutable_pointer<void>(links), stream);
         });
     for (size_t i = 0; ran && i < count; ++i) finish_states(outs[first + i], states_n[i]);
     return ran;

@@ -68,9 +68,9 @@ class CellOp {
     return cudaSuccess;
   }
 
-  // `maps`: those of the plan's segments, if it has any.
+  // `links`: memory of the plan's tiles, if it has any.
   template <template <typename> class Arguments, typename T>
-  cudaError_t launch(const PerDirection<Arguments<T>>& sequences, const Plan& plan, void* maps,
+  cudaError_t launch(const PerDirection<Arguments<T>>& sequences, const Plan& plan, void* links,
                      cudaStream_t stream) const {
     constexpr bool kBackward = std::is_same_v<Arguments<T>, SequenceBackwardArguments<T>>;
     if (compiled_) {
@@ -82,8 +82,9 @@ class CellOp {
     }
     CellKernel which = {scalar_type_of<T>(), kBackward};
     if (plan.independent) {
-      return launch_independent(which, sequences.of[0],
-                                Segments<acc_t<T>>{plan.segment_steps, static_cast<acc_t<T>*>(maps)}, stream);
+      UnitTiles linked = plan.tiles;
+      linked.links = links;
+      return launch_independent(which, sequences.of[0], linked, stream);
     }
     if constexpr (std::is_same_v<T, float>) {
       if (plan.small_batch.rows > 0) {
@@ -133,7 +134,7 @@ class CellOp {
 #else
   // Never called; code that is generic over the device names it.
   template <class Sequences>
-  cudaError_t launch(const Sequences& sequences, const Plan& plan, void* maps, cudaStream_t stream) const;
+  cudaError_t launch(const Sequences& sequences, const Plan& plan, void* links, cudaStream_t stream) const;
 #endif
 
   // Without a stream, steps run on the CPU.
@@ -156,28 +157,26 @@ class CellOp {
   }
 
   template <class Arguments>
-  cudaError_t launch_independent(CellKernel which, const Arguments& sequence,
-                                 const Segments<typename Arguments::A>& segments, cudaStream_t stream) const {
+  cudaError_t launch_independent(CellKernel which, const Arguments& sequence, UnitTiles tiles,
+                                 cudaStream_t stream) const {
+    constexpr int kValueBytes = sizeof(*sequence.gates);
     const int64_t batch = sequence.steps.batch, hidden = sequence.hidden;
+    const bool in_tiles = tiles.threads > 0;
+    which.independent_units = independent_units(batch, hidden, kValueBytes, in_tiles);
+    which.dense = !sequence.steps.first_rows && !sequence.reset;
+    which.tile_threads = tiles.threads;
+    const cudaKernel_t kernel = load_cell_kernel(program_, which);
+    if (in_tiles) {
+      tiles.input_bytes =
+          tile_input_bytes(shape(), which.independent_units, kValueBytes, which.backward, which.dense, tiles);
+      return run_unit_tiles(kernel, sequence, tiles, shape(), which.independent_units, stream);
+    }
     DeviceInfo device;
     if (const cudaError_t error = device_info(device); error != cudaSuccess) return error;
-    using T = std::remove_cv_t<std::remove_pointer_t<decltype(sequence.gates)>>;
-    which.independent_units = independent_units(batch, hidden, sizeof(T), segments.maps);
-    which.dense = !sequence.steps.first_rows && !sequence.reset;
-    const int64_t threads = batch * (hidden / which.independent_units),
-                  step_bytes = independent_step_bytes<T, typename Arguments::A>(
-                      shape(), which.independent_units, which.backward, which.dense);
-    const auto run = [&](const char* part, int64_t threads, int64_t count) {
-      which.part = part;
-      return run_independent_units(load_cell_kernel(program_, which), sequence, threads, count, segments,
-                                   step_bytes, device, stream);
-    };
-    if (!segments.maps) return run("", threads, 1);
-    const int64_t count = ceil_div(steps_of(sequence), segments.steps);
-    cudaError_t error = run("reduce", threads, count - 1);
-    // A warp for each unit, whose lanes each have places of the ring.
-    if (error == cudaSuccess) error = run("combine", batch * hidden * kIndependentThreads, 1);
-    return error == cudaSuccess ? run("", threads, count) : error;
+    return run_independent_units(
+        kernel, sequence, batch * (hidden / which.independent_units),
+        independent_step_bytes(shape(), which.independent_units, kValueBytes, which.backward, which.dense),
+        device, stream);
   }
 
   template <class Arguments>

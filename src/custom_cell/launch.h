@@ -96,12 +96,12 @@ struct SequenceSizes {
     return plan_for(op, like, batch, hidden, !batch_sizes, backward, algorithm, sequences, side_by_side,
                     steps);
   }
-  // Memory for the maps of a plan's segments; undefined if there are none.
-  at::Tensor maps(const Plan& plan, const CellShape& shape, int64_t steps, const at::Tensor& like) const {
-    if (plan.segment_steps == 0) return {};
-    const int64_t segments = ceil_div(steps, plan.segment_steps);
-    return at::empty({segments, map_planes(shape), batch, hidden},
-                     like.options().dtype(at::toOpMathType(like.scalar_type())));
+  // Memory for the links of a plan's tiles; undefined if there are none.
+  at::Tensor links(const Plan& plan, const CellShape& shape, const at::Tensor& like) const {
+    if (plan.tiles.threads == 0) return {};
+    const int units = independent_units(batch, hidden, static_cast<int>(like.element_size()), true);
+    const int64_t bytes = plan.tiles.link_bytes(units, shape.live_states());
+    return at::empty({ceil_div(bytes, int64_t{8})}, like.options().dtype(at::kDouble));
   }
   static int64_t hidden_of(const CellShape& shape, const at::Tensor& input, const Direction& d) {
     if (d.h0.defined()) return d.h0.size(1);

@@ -63,20 +63,21 @@ KernelText text_of(const CellKernel& kernel) {
             c10::str("run_persistent<", config, ", ", direction, "Steps<", config, ">>(sequences, grid)")};
   }
   if (kernel.is_independent()) {
-    const bool reduces = kernel.part == "reduce", combines = kernel.part == "combine";
-    const std::string of_cell = c10::str("<Cell, T, ", combines ? 1 : kernel.independent_units,
-                                         kernel.dense ? ", true>" : ", false>"),
-                      steps = c10::str("Independent", direction, of_cell);
-    return {reduces || combines ? "without_product/parallel.cuh"
-            : kernel.backward   ? "without_product/backward.cuh"
-                                : "without_product/forward.cuh",
-            c10::str("const __grid_constant__ Sequence", direction,
-                     "Arguments<T> sequence, const Segments<acc_t<T>> segments"),
+    const std::string of_cell =
+        c10::str("<Cell, T, ", kernel.independent_units, kernel.dense ? ", true" : ", false");
+    const std::string parameters = c10::str("const __grid_constant__ Sequence", direction,
+                                            "Arguments<T> sequence, const __grid_constant__ UnitTiles tiles");
+    const int threads = kernel.tile_threads;
+    if (threads > 0) {
+      // Registers for 768 threads of a multiprocessor, or for half of them with several states.
+      return {
+          "without_product/tiles.cuh", parameters,
+          c10::str(threads, ", (kCellShape<Cell>.live_states() < 2 ? 768 : 384) / ", threads),
+          c10::str("run_tile_of_units<", direction, "Map", of_cell, ", ", threads, ">>(sequence, tiles)")};
+    }
+    return {kernel.backward ? "without_product/backward.cuh" : "without_product/forward.cuh", parameters,
             "kIndependentThreads",
-            c10::str(reduces    ? c10::str("ReduceSegments<", direction, "Map", of_cell, ">")
-                     : combines ? c10::str("CombineSegments<", steps, ">")
-                                : steps,
-                     "(sequence, ", combines ? "blockIdx.x" : "independent_thread()", ").run(segments)")};
+            c10::str("Independent", direction, of_cell, ">(sequence, independent_thread()).run(tiles)")};
   }
   if (kernel.is_single_step()) {
     const std::string step =
@@ -162,8 +163,6 @@ std::string CellProgram::source(const CellKernel& kernel) const {
   const std::string& reset = kernel.reset;
   TORCH_CHECK_VALUE(reset.empty() || reset == "bool" || reset == "float", name,
                     ": expected reset to be '', 'bool' or 'float', got '", reset, "'");
-  TORCH_CHECK_VALUE(kernel.part.empty() || kernel.part == "reduce" || kernel.part == "combine", name,
-                    ": expected part to be '', 'reduce' or 'combine', got '", kernel.part, "'");
   const KernelText text = text_of(kernel);
   return c10::str(
       "#include \"recurrence/", text.header, "\"\n\nnamespace lltm_ext {\n\n", code,

@@ -30,11 +30,11 @@ struct CellKernel {
   int fused_rows = 0;         // rows of a fused step's tile
   std::string reset = {};     // the resets' type, bool or float; only the first two kinds have it
   int independent_units = 0;  // units of a thread
-  std::string part = {};      // of segments of independent units: reduce, combine or, for all steps, none
   int small_batch = 0;        // most rows of a step
   int single_step_rows = 0;   // rows of a tile of a sequence of one step
   bool on_tensor_cores = false;
-  bool dense = false;  // of independent units: all rows at every step, without resets
+  bool dense = false;    // of independent units: all rows at every step, without resets
+  int tile_threads = 0;  // of a block of independent units with some of the steps; 0: with all
 
   bool is_persistent() const { return variant >= 0; }
   bool is_fused_step() const { return fused_rows > 0; }
@@ -42,8 +42,8 @@ struct CellKernel {
   bool is_independent() const { return independent_units > 0; }
   bool is_single_step() const { return single_step_rows > 0; }
   auto key() const {
-    return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, part, small_batch,
-                           single_step_rows, on_tensor_cores, dense);
+    return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, small_batch,
+                           single_step_rows, on_tensor_cores, dense, tile_threads);
   }
 };
 

@@ -268,10 +268,10 @@ struct SequenceBackwardArguments {
   A* grad_own_h;         // [B, H] likewise, or null
   A* grad_states;        // [S, B, H] likewise
   A* grad_initial;       // [1 + S, B, H] += gradients of h0 and states0 through resets to them; or null.
-                         // Each segment of a sequence has its own (without_product/parallel.cuh)
+                         // Each thread of a unit has its own (without_product/tiles.cuh)
   A* grad_sums;          // [B, G + P, H] += gradients of the projections and the parameters; a group adds
-                         // those of all its tiles to the first tile's rows; or null. Each segment of a
-                         // sequence has its own, too
+                         // those of all its tiles to the first tile's rows; or null. Each tile has its
+                         // own, too
   const T* output;       // [N, H] h of every step, for a cell without a product
   const T* h0;           // [B, H], or null for zeros, for such a cell
 

@@ -22,7 +22,7 @@ struct Plan {
   FusedStepTile fused_step = {};    // for kStepwise only
   SmallBatchTile small_batch = {};  // for kStepwise only
   bool independent = false;  // for kStepwise only: one kernel runs all steps of a cell without a product
-  int segment_steps = 0;     // for these cells: the steps of segments that run in parallel; 0: one has all
+  UnitTiles tiles = {};      // for these cells
   std::string why_not;       // why the requested algorithm can't run
 
   bool is_fused() const { return runs_all_steps() || fused_step.split_k > 0 || small_batch.rows > 0; }
@@ -198,17 +198,32 @@ inline SmallBatchTile small_batch_tile(const Problem& p, const DeviceInfo& devic
   return tile;
 }
 
-// The steps of a segment of units without a product (without_product/parallel.cuh), or 0. Segments read and
-// compute each step twice, so they pay only where the units leave most of the device idle.
-inline int segment_steps(const Problem& p, const DeviceInfo& device) {
-  constexpr int64_t kThreads = 256, kLeastSteps = 32, kGroup = 8, kLeastSegments = 8, kMostSegments = 65535;
-  if (p.cell.live_states() > kMostMappedStates || !(p.backward || p.cell.affine)) return 0;
-  const int64_t threads = p.batch * (p.hidden / independent_units(p.batch, p.hidden, p.element_size, true));
-  const int64_t wanted =
-      threads == 0 ? 0 : std::min(device.multiprocessors * kThreads / threads, kMostSegments);
-  if (wanted < kLeastSegments || p.steps < 4 * kLeastSteps) return 0;
-  const int64_t steps = std::max(kLeastSteps, ceil_div(ceil_div(p.steps, wanted), kGroup) * kGroup);
-  return static_cast<int>(steps);
+// Tiles of units without a product, where the units leave most of the device idle. A map of what steps hand
+// on takes further operations, so with many units one thread for all steps is faster.
+inline UnitTiles unit_tiles(const Problem& p, const DeviceInfo& device) {
+  constexpr int64_t kMostThreads = 64, kLeastSteps = 128;
+  const int live = p.cell.live_states();
+  if (live > kMostMappedStates || !(p.backward || p.cell.affine)) return {};
+  const int units = independent_units(p.batch, p.hidden, p.element_size, /*in_tiles=*/true);
+  const int64_t all = p.batch * (p.hidden / units);
+  if (all == 0 || all > kMostThreads * device.multiprocessors || p.steps < kLeastSteps) return {};
+  UnitTiles tiles = {};
+  while (1 << tiles.width_bits < std::min<int64_t>(all, 32)) ++tiles.width_bits;
+  tiles.groups = static_cast<unsigned>(ceil_div(all, int64_t{1} << tiles.width_bits));
+  // Small blocks do not all wait at the same time. With few groups many tiles of one run at once, and more
+  // rows look farther back. Maps of more states take more registers.
+  const bool many_rows = live <= 1 && !p.backward && tiles.groups < 64;
+  tiles.threads = many_rows ? 256 : live <= 2 ? 128 : 64;
+  tiles.thread_steps = tile_thread_steps(p.cell, units, p.element_size, p.backward);
+  tiles.input_bytes = tile_input_bytes(p.cell, units, p.element_size, p.backward, /*dense=*/false, tiles);
+  const int64_t shared_bytes = tiles.shared_bytes(units, live);
+  if (shared_bytes > device.shared_bytes) return {};
+  tiles.tiles = ceil_div(p.steps, int64_t{tiles.rows()} * tiles.thread_steps);
+  if (tiles.groups * tiles.tiles > INT32_MAX) return {};
+  // Of as many tiles as run at once, some segment has a known state before it, or soon has.
+  const int64_t at_once = device.multiprocessors * (device.shared_bytes / shared_bytes);
+  tiles.depth = static_cast<int>(ceil_div(at_once, int64_t{tiles.groups} * 8)) + 1;
+  return tiles;
 }
 
 inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm requested) {
@@ -236,7 +251,7 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
   plan.small_batch = plan_detail::small_batch_tile(problem, device);
   plan.independent = !problem.cell.recurrent && problem.sequences == 1 &&
                      std::max(problem.batch, problem.hidden) <= INT32_MAX;
-  if (plan.independent) plan.segment_steps = plan_detail::segment_steps(problem, device);
+  if (plan.independent) plan.tiles = plan_detail::unit_tiles(problem, device);
   if (requested == Algorithm::kStepwise) return plan;
   // An algorithm requested by name takes the variant that kAuto would take of it, if there is one.
   const auto choose = [&](const auto& variants, bool if_it_pays) {

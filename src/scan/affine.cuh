@@ -2,6 +2,7 @@
 // many a overflow float although h is finite.
 #pragma once
 
+#include "scan/doubles.cuh"
 #include "scan/scan.h"
 
 namespace lltm_ext {
@@ -19,11 +20,6 @@ __device__ __forceinline__ void from_wide(Complex<R>& to, Complex<double> x) {
   to = {static_cast<R>(x.real), static_cast<R>(x.imaginary)};
 }
 
-// Whether |x| is below 2^kExponent. NaN is not.
-template <int kExponent>
-__device__ __forceinline__ bool is_below(double x) {
-  return (__double2hiint(x) & 0x7ff00000) < (1023 + kExponent) << 20;
-}
 template <int kExponent>
 __device__ __forceinline__ bool is_below(Complex<double> x) {
   return is_below<kExponent>(x.real) && is_below<kExponent>(x.imaginary);
@@ -62,9 +58,6 @@ __device__ __forceinline__ Complex<double> without_underflow(Complex<double> pro
   return {any_zero ? 0. : 5e-324, 0};
 }
 
-__device__ __forceinline__ double plain_nan(double x) {
-  return x == x ? x : __longlong_as_double(0x7ff8ll << 48);
-}
 __device__ __forceinline__ Complex<double> plain_nan(Complex<double> x) {
   return {plain_nan(x.real), plain_nan(x.imaginary)};
 }
@@ -110,7 +103,6 @@ __device__ __forceinline__ bool is_reliable(const Affine<W>& f) {
   return is_below<32>(f.a) && is_below<1024>(f.b);
 }
 
-__device__ __forceinline__ double shuffle_up(double x, int lanes) { return __shfl_up_sync(~0u, x, lanes); }
 __device__ __forceinline__ Complex<double> shuffle_up(Complex<double> x, int lanes) {
   return {shuffle_up(x.real, lanes), shuffle_up(x.imaginary, lanes)};
 }

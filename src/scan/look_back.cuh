@@ -9,8 +9,8 @@
 // What is not published yet has all bits set in memory, so there are no flags, and no fence.
 #pragma once
 
+#include "common/portable.h"
 #include "common/ptx.cuh"
-#include "scan/affine.cuh"
 
 namespace lltm_ext {
 
@@ -28,7 +28,7 @@ struct TileLinks {
     if (tiles < 2) return 0;
     return groups * (tiles + segments(tiles)) * width * static_cast<int64_t>(sizeof(F)) + sizeof(unsigned);
   }
-  static TileLinks in(void* memory, int64_t groups, int64_t tiles, int width) {
+  LLTM_HOST_DEVICE static TileLinks in(void* memory, int64_t groups, int64_t tiles, int width) {
     if (tiles < 2) return {};
     auto* const parts = static_cast<F*>(memory);
     F* const after = parts + groups * tiles * width;

@@ -42,10 +42,11 @@ __device__ __forceinline__ void run_tile_from_states(const TileLinks<F>& links,
                                                      F mine, typename F::State initial, Run&& run,
                                                      Meanwhile&& meanwhile) {
   // Where a warp has several rows: the functions of the rows before this one, and with it.
-  const int width = at.width, lane = static_cast<int>(threadIdx.x) % kScanWarp;
+  constexpr int kWarp = 32;
+  const int width = at.width, lane = static_cast<int>(threadIdx.x) % kWarp;
   F before = F::identity();
-  if (width < kScanWarp) {
-    for (int lanes = width; lanes < kScanWarp; lanes *= 2) {
+  if (width < kWarp) {
+    for (int lanes = width; lanes < kWarp; lanes *= 2) {
       const F earlier = shuffle_up(mine, lanes);
       if (lane >= lanes) mine = then(earlier, mine);
     }
@@ -53,7 +54,7 @@ __device__ __forceinline__ void run_tile_from_states(const TileLinks<F>& links,
     if (lane >= width) before = earlier;
   }
   // A unit is the rows of a warp, or one row.
-  const int unit_rows = larger(1, kScanWarp >> at.width_bits), units = at.rows / unit_rows,
+  const int unit_rows = larger(1, kWarp >> at.width_bits), units = at.rows / unit_rows,
             unit = at.row / unit_rows;
   bool reliable = is_reliable(mine);
   if (at.row % unit_rows == unit_rows - 1) shared.units[unit * width + at.column] = mine;

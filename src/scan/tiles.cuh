@@ -11,6 +11,7 @@
 #pragma once
 
 #include "common/vec.cuh"
+#include "scan/affine.cuh"
 #include "scan/tile_states.cuh"
 
 namespace lltm_ext {

@@ -20,7 +20,7 @@
 #include "recurrence/plan.h"
 #include "recurrence/stepwise/single_step.cuh"
 #include "recurrence/stepwise/small_batch.cuh"
-#include "recurrence/without_product/parallel.cuh"
+#include "recurrence/without_product/tiles.cuh"
 
 namespace lltm_ext {
 namespace {
@@ -46,7 +46,7 @@ struct Case {
   bool save = true;                // for backward, which runs then
   bool from_zeros = false;         // without memory: h0, states0 and the gradients after the last step
   int multiprocessors = 3;         // for which a step of few rows is planned
-  int segment_steps = 0;           // of units without a product; 0: one thread has all steps of a row
+  int thread_steps = 0;            // of units without a product; 0: one thread has all steps of a row
 };
 
 // The rows of a case's steps.
@@ -394,7 +394,8 @@ template <class Cell, typename T, int kVariant, class Reset>
 class Kernels {
   static constexpr CellShape kShape = kCellShape<Cell>;
   static constexpr int kGates = kShape.gates, kExtra = kShape.extra(),
-                       kSavedInGates = kShape.saved_in_gates();
+                       kSavedInGates = kShape.saved_in_gates(),
+                       kTileThreads = kShape.live_states() <= 1 ? 256 : 128;
   static constexpr bool kHasResets = !kIsSame<Reset, NoReset>, kOfBools = kIsSame<Reset, bool>;
   // A vector of bool would have no address for each.
   using StoredReset = std::conditional_t<kOfBools, unsigned char, acc_t<T>>;
@@ -434,9 +435,10 @@ class Kernels {
     if (Cell::kReadsH) grad_own_h.resize(c.batch * hidden);
     grad_states =
         c.from_zeros ? unwritten<acc_t<T>>(states0_.size()) : narrowed<acc_t<T>>(inputs.grad_states_n);
-    const size_t segments = segments_of(c.length);
-    grad_sums.resize(segments * c.batch * kShape.sums() * hidden);
-    if (kResetsToInitial<Cell>) grad_initial.resize(segments * (1 + kShape.states) * c.batch * hidden);
+    const UnitTiles tiles = unit_tiles(c.length, /*step_bytes=*/1);
+    const size_t each = c.thread_steps > 0 ? tiles.tiles : 1, threads = each * tiles.rows();
+    grad_sums.resize(each * c.batch * kShape.sums() * hidden);
+    if (kResetsToInitial<Cell>) grad_initial.resize(threads * (1 + kShape.states) * c.batch * hidden);
   }
 
   void forward() {
@@ -586,52 +588,65 @@ class Kernels {
     });
   }
 
-  int segments_of(int64_t steps) const {
-    return c_.segment_steps == 0 ? 1 : static_cast<int>((steps + c_.segment_steps - 1) / c_.segment_steps);
+  int units_each() const {
+    return independent_units(c_.batch, c_.hidden, sizeof(T), /*in_tiles=*/c_.thread_steps > 0);
   }
 
-  int units_each() const { return independent_units(c_.batch, c_.hidden, sizeof(T), /*has_segments=*/true); }
-  template <template <class, typename, int, bool> class Units,
-            template <class, typename, int, bool> class Map, class Arguments>
+  // Tiles of so many steps, if they are asked for.
+  UnitTiles unit_tiles(int64_t steps, int64_t step_bytes) const {
+    UnitTiles tiles = {};
+    tiles.stage_steps = 5;  // a group of steps, and single ones
+    if (c_.thread_steps == 0) return tiles;
+    const int64_t threads = c_.batch * c_.hidden / units_each();
+    while (1 << tiles.width_bits < std::min<int64_t>(threads, 32)) ++tiles.width_bits;
+    tiles.threads = kTileThreads;
+    tiles.thread_steps = c_.thread_steps;
+    tiles.groups = static_cast<unsigned>(ceil_div(threads, int64_t{1} << tiles.width_bits));
+    tiles.tiles = ceil_div(steps, int64_t{tiles.rows()} * tiles.thread_steps);
+    const int64_t of_sums = units_each() * kShape.sums() * int64_t{sizeof(acc_t<T>)},
+                  of_thread = std::max(c_.thread_steps * step_bytes, of_sums);
+    tiles.input_bytes = static_cast<int>(ceil_div(kTileThreads * of_thread, int64_t{16}) * 16);
+    tiles.depth = 2;
+    return tiles;
+  }
+
+  template <template <class, typename, int, bool, int> class Units,
+            template <class, typename, int, bool, int> class Map, class Arguments>
   void launch_independent(const Arguments& arguments) const {
     if (arguments.steps.first_rows || arguments.reset) return launch_units<Units, Map, false>(arguments);
     launch_units<Units, Map, true>(arguments);
   }
-  template <template <class, typename, int, bool> class Units,
-            template <class, typename, int, bool> class Map, bool kDense, class Arguments>
+  template <template <class, typename, int, bool, int> class Units,
+            template <class, typename, int, bool, int> class Map, bool kDense, class Arguments>
   void launch_units(const Arguments& arguments) const {
-    using OneUnit = Units<Cell, T, 1, kDense>;
     if (units_each() == 2) {
-      launch_segments<Units<Cell, T, 2, kDense>, Map<Cell, T, 2, kDense>, OneUnit>(arguments);
+      launch_tiles<Units<Cell, T, 2, kDense, 0>, Map<Cell, T, 2, kDense, kTileThreads>>(arguments);
     } else {
-      launch_segments<OneUnit, Map<Cell, T, 1, kDense>, OneUnit>(arguments);
+      launch_tiles<Units<Cell, T, 1, kDense, 0>, Map<Cell, T, 1, kDense, kTileThreads>>(arguments);
     }
   }
-  template <class Units, class Map, class OneUnit, class Arguments>
-  void launch_segments(const Arguments& arguments) const {
-    const int count = segments_of(steps_of(arguments)),
-              threads = static_cast<int>(c_.batch * c_.hidden / units_each()),
-              blocks = (threads + kIndependentThreads - 1) / kIndependentThreads;
-    Array<acc_t<T>> maps = unwritten<acc_t<T>>(size_t(count) * map_planes(kShape) * c_.batch * c_.hidden);
+  template <class Units, class Map, class Arguments>
+  void launch_tiles(const Arguments& arguments) const {
     constexpr bool kBackward = std::is_same_v<Arguments, SequenceBackwardArguments<T>>,
                    kHasMaps = kIsAffine<Cell> || kBackward;
-    Segments<acc_t<T>> segments = {};
-    segments.stage_steps = 5;  // a group of steps, and single ones
-    const size_t ring = kIndependentThreads * segments.stage_steps * kRingStages *
-                        independent_step_bytes<T, acc_t<T>>(kShape, units_each(), kBackward, Units::kDense);
+    const int64_t step_bytes =
+        independent_step_bytes(kShape, units_each(), sizeof(T), kBackward, Units::kDense);
+    UnitTiles tiles = unit_tiles(steps_of(arguments), step_bytes);
     if constexpr (kHasMaps && kShape.live_states() <= kMostMappedStates) {
-      if (c_.segment_steps > 0) {
-        segments.steps = c_.segment_steps, segments.maps = maps.data();
+      if (c_.thread_steps > 0) {
+        constexpr int kLive = kShape.live_states();
+        std::vector<uint64_t> links(tiles.link_bytes(units_each(), kLive) / 8 + 1, ~uint64_t{0});
+        tiles.links = links.data();
+        return cuda_on_cpu::run({static_cast<int>(tiles.groups * tiles.tiles), kTileThreads, 1,
+                                 static_cast<size_t>(tiles.shared_bytes(units_each(), kLive))},
+                                [&] { run_tile_of_units<Map>(arguments, tiles); });
       }
     }
-    if (segments.maps) {
-      cuda_on_cpu::run({blocks, kIndependentThreads, 1, ring, std::max(count - 1, 1)},
-                       [&] { ReduceSegments<Map>(arguments, independent_thread()).run(segments); });
-      cuda_on_cpu::run({c_.batch * c_.hidden, kIndependentThreads, 1, ring},
-                       [&] { CombineSegments<OneUnit>(arguments, blockIdx.x).run(segments); });
-    }
-    cuda_on_cpu::run({blocks, kIndependentThreads, 1, ring, segments.maps ? count : 1},
-                     [&] { Units(arguments, independent_thread()).run(segments); });
+    const int blocks =
+        static_cast<int>(ceil_div(c_.batch * c_.hidden / units_each(), int64_t{kIndependentThreads}));
+    const size_t ring = kIndependentThreads * tiles.stage_steps * kRingStages * step_bytes;
+    cuda_on_cpu::run({blocks, kIndependentThreads, 1, ring},
+                     [&] { Units(arguments, independent_thread()).run(tiles); });
   }
 
   SingleStepTile single_step_tile() const {
@@ -765,7 +780,7 @@ std::string name_of(const Case& c, int variant, const char* resets) {
   return std::string(type) + kernel + (c.rows_of_steps.empty() ? " dense" : " packed") +
          (c.reverse ? " reverse" : "") + resets + (c.save ? "" : " not saved") +
          (c.from_zeros ? " from zeros" : "") +
-         (c.segment_steps > 0 ? " in segments of " + std::to_string(c.segment_steps) : "");
+         (c.thread_steps > 0 ? " in tiles of " + std::to_string(c.thread_steps) : "");
 }
 
 template <class Cell, class KernelsOfCase>
@@ -875,12 +890,12 @@ void check_small_batch() {
   check<Cell, float, kSmallBatchSteps, bool>({5, 12, 40, 0, true, {12, 12, 9, 4, 1}});
 }
 
-// Segments whose coefficients overflow where the values do not, if they start from zeros.
+// Steps whose coefficients overflow where the values do not, if they start from zeros.
 template <class Cell, typename T>
 void check_growing() {
-  for (const int segment_steps : {3, 70}) {
+  for (const int thread_steps : {3, 20}) {
     Case c = {205, 3, 6, 0, false, {}, /*save=*/true, /*from_zeros=*/true};
-    c.segment_steps = segment_steps;
+    c.thread_steps = thread_steps;
     check<Cell, T, kIndependent, NoReset>(c);
   }
 }
@@ -897,7 +912,7 @@ void check_independent() {
         check<Cell, T, kIndependent, float>({length, batch, hidden, 0, reverse, rows_of_steps});
         if (!packed) continue;  // the dense ones follow
         Case c = {length, batch, hidden, 0, reverse, rows_of_steps};
-        c.segment_steps = 3;
+        c.thread_steps = 1;
         check<Cell, T, kIndependent, float>(c);
       }
     }
@@ -905,11 +920,11 @@ void check_independent() {
     if (packed) return;
     check<Cell, T, kIndependent, NoReset>(
         {5, batch, hidden, 0, false, {}, /*save=*/true, /*from_zeros=*/true});
-    // Fewer segments than a warp has lanes, and more.
+    // One tile, and more than a segment of tiles.
     for (const int length : {20, 37, 205}) {
       for (const bool reverse : {false, true}) {
         Case c = {length, batch, hidden, 0, reverse, {}};
-        c.segment_steps = length == 20 ? 5 : 3;
+        c.thread_steps = length == 20 ? 5 : length == 37 ? 1 : 3;
         check<Cell, T, kIndependent, NoReset>(c);
         check<Cell, T, kIndependent, float>(c);
         c.from_zeros = true;

@@ -1,5 +1,5 @@
-// All steps of independent units backward (steps.cuh), or those of a segment. No gradient goes through
-// weights. Each row and segment has its own sums of gradients, so their order is fixed.
+// All steps of independent units backward (steps.cuh), or some of them. No gradient goes through weights.
+// Each row and tile has its own sums of gradients, so their order is fixed.
 //
 // A step reads the projections and the previous h, which are in memory anyhow, and computes again what
 // forward made of them. That is faster than to write it and read it.
@@ -16,10 +16,10 @@ constexpr int count_backward_gates() {
   return count;
 }
 
-template <class Cell, typename T, int kUnits, bool kDense>
-class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
+template <class Cell, typename T, int kUnits, bool kDense, int kTileThreads = 0>
+class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kTileThreads> {
  public:
-  using Base = IndependentUnits<Cell, T, kUnits, kDense>;
+  using Base = IndependentUnits<Cell, T, kUnits, kDense, kTileThreads>;
   using Base::bias_, Base::h_, Base::in_, Base::kCarried, Base::kGates, Base::kParameters, Base::kSaved,
       Base::kStates, Base::kStepInputs, Base::plane, Base::row_, Base::state, Base::states_;
   using typename Base::A, typename Base::Math, typename Base::Saved, typename Base::Values;
@@ -39,9 +39,12 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
     if (Base::exists()) Base::take_steps(args_.begin, args_.end, /*backward=*/true);
   }
 
-  __device__ void run(const Segments<A>& segments) {
-    if (!Base::begins(segments) || Base::count() <= 0) return;  // the row's gradients stay what they are
-    Base::run_segment(*this, segments);
+  __device__ void run(const UnitTiles& tiles) {
+    if (!Base::begins(tiles) || Base::count() <= 0) return;  // the row's gradients stay what they are
+    load_carried();
+    run_steps(0, Base::count());
+    store_carried();
+    if (args_.grad_sums) add_sums(row_);
   }
 
   __device__ void load_carried() {
@@ -71,23 +74,16 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
   }
 
   // Steps [begin, end) of the row, counted from its last one.
-  template <bool kStores>
   __device__ void run_steps(int begin, int end) {
-    A sums[kUnits][at_least_one(kSums)] = {};
     Rows<T, kGates> gradients(*this, args_.grad_gates - args_.first_row * kGates * args_.hidden, begin);
     for_inputs(begin, end, [&](int n, const Inputs& inputs) {
       CellGradients<Cell, A> grads[kUnits];
       Saved saved;
       widen_inputs(inputs, saved);
-      step<kStores>(inputs, saved, grads);
-      if constexpr (kStores) {
-        gradients.next(n);
-        store_step(gradients, grads, sums);
-      }
+      step</*kStores=*/true>(inputs, saved, grads);
+      gradients.next(n);
+      store_step(gradients, grads);
     });
-    if constexpr (kStores) {
-      if (args_.grad_sums) add_sums(sums);
-    }
   }
 
   using Projections = Several<typename Base::Projection, kReadGates, 0>;
@@ -157,8 +153,34 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
 
   template <class Step>
   __device__ __forceinline__ void for_inputs(int begin, int end, Step&& step) const {
-    Base::template for_steps<Inputs>(begin, end, Source(*this, begin), step);
+    if constexpr (kTileThreads > 0) {
+      Base::template run_steps_of_stage<Inputs>(Source(*this, begin), begin, end - begin, /*stage=*/0, step);
+    } else {
+      Base::template for_steps<Inputs>(begin, end, Source(*this, begin), step);
+    }
   }
+  __device__ __forceinline__ void load_steps(int begin, int end) const {
+    Base::template load_all<Inputs>(begin, end, Source(*this, begin));
+  }
+
+  // Adds up the sums of the rows of a tile, in the memory of what steps read.
+  template <class TileThread>
+  __device__ void finish_tile(const TileThread& at) {
+    if (!args_.grad_sums) return;
+    auto* const all = reinterpret_cast<A*>(dynamic_shared_floats());
+    const auto place = [&](int thread, int u, int sum) -> A& {
+      return all[(u * kSums + sum) * Base::kThreads + thread];
+    };
+    __syncthreads();
+    for_sums([&](int u, int sum) { place(threadIdx.x, u, sum) = sums_[u][sum]; });
+    __syncthreads();
+    if (at.row > 0 || !Base::exists()) return;
+    for (int row = 1; row < at.rows; ++row) {
+      for_sums([&](int u, int sum) { sums_[u][sum] += place(row * at.width + at.column, u, sum); });
+    }
+    add_sums(at.tile * args_.steps.batch + row_);
+  }
+  int segment_ = 0;  // the thread's steps among those of its units
 
   __device__ void widen_inputs(const Inputs& inputs, Saved& saved) {
     const Values* const values = inputs.Others::of;
@@ -206,15 +228,14 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
     }
   }
 
-  __device__ static void store_step(const Rows<T, kGates>& gradients,
-                                    const CellGradients<Cell, A> (&grads)[kUnits],
-                                    A (&sums)[kUnits][at_least_one(kSums)]) {
+  __device__ void store_step(const Rows<T, kGates>& gradients,
+                             const CellGradients<Cell, A> (&grads)[kUnits]) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
-      for (int g = 0; g < kGates; ++g) sums[u][g] += grads[u].x[g];
+      for (int g = 0; g < kGates; ++g) sums_[u][g] += grads[u].x[g];
 #pragma unroll
-      for (int p = 0; p < kParameters; ++p) sums[u][kGates + p] += grads[u].parameters[p];
+      for (int p = 0; p < kParameters; ++p) sums_[u][kGates + p] += grads[u].parameters[p];
     }
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
@@ -224,23 +245,31 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense> {
 
   __device__ void add_initial(A share, int i) {
     A before[kUnits];
-    A* const to = state(args_.grad_initial, static_cast<int>(blockIdx.y) * kCarried + i);
+    A* const to = state(args_.grad_initial, segment_ * kCarried + i);
     Base::load(to, [&](int u) -> A& { return before[u]; });
     Base::store(to, [&](int u) { return before[u] + scale_by_mask(share, Base::carried(u, i)); });
   }
 
-  __device__ void add_sums(const A (&sums)[kUnits][at_least_one(kSums)]) const {
-    const int64_t row = int64_t{blockIdx.y} * args_.steps.batch + row_;
+  template <class F>
+  __device__ __forceinline__ static void for_sums(F&& f) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+      for (int sum = 0; sum < kSums; ++sum) f(u, sum);
+    }
+  }
+  __device__ void add_sums(int64_t row) const {
 #pragma unroll
     for (int sum = 0; sum < kSums; ++sum) {
       A* const to = plane(args_.grad_sums, row, kSums, sum);
       A before[kUnits];
       Base::load(to, [&](int u) -> A& { return before[u]; });
-      Base::store(to, [&](int u) { return before[u] + sums[u][sum]; });
+      Base::store(to, [&](int u) { return before[u] + sums_[u][sum]; });
     }
   }
 
   const Arguments& args_;
+  A sums_[kUnits][at_least_one(kSums)] = {};
 };
 
 }  // namespace lltm_ext

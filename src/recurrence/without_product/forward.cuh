@@ -1,14 +1,14 @@
-// All steps of independent units forward (steps.cuh), or those of a segment.
+// All steps of independent units forward (steps.cuh), or some of them.
 #pragma once
 
 #include "recurrence/without_product/steps.cuh"
 
 namespace lltm_ext {
 
-template <class Cell, typename T, int kUnits, bool kDense>
-class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense> {
+template <class Cell, typename T, int kUnits, bool kDense, int kTileThreads = 0>
+class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kTileThreads> {
  public:
-  using Base = IndependentUnits<Cell, T, kUnits, kDense>;
+  using Base = IndependentUnits<Cell, T, kUnits, kDense, kTileThreads>;
   using Base::bias_, Base::h_, Base::in_, Base::kGates, Base::kSaved, Base::kStates, Base::kStepInputs,
       Base::plane, Base::row_, Base::state, Base::states_;
   using typename Base::A, typename Base::Math, typename Base::Saved, typename Base::Values;
@@ -24,8 +24,11 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense> {
     if (Base::exists()) Base::take_steps(0, args_.steps.length, /*backward=*/false);
   }
 
-  __device__ void run(const Segments<A>& segments) {
-    if (Base::begins(segments)) Base::run_segment(*this, segments);
+  __device__ void run(const UnitTiles& tiles) {
+    if (!Base::begins(tiles)) return;
+    load_carried();
+    run_steps(0, Base::count());
+    store_carried();
   }
 
   __device__ void load_carried() { load_initial(h_, states_); }
@@ -36,14 +39,12 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense> {
   }
 
   // Steps [begin, end) of the row.
-  template <bool kStores>
   __device__ void run_steps(int begin, int end) {
     Rows<T, 1> output(*this, args_.output, begin), output_apart(*this, args_.output_apart, begin);
     Rows<T, kSaved> extra(*this, args_.extra, begin);
     for_inputs(begin, end, [&](int n, const Inputs& inputs) {
       Saved saved;
       step(inputs, saved);
-      if constexpr (!kStores) return;
       output.next(n);
       Base::store(output.plane(0), [&](int u) { return h_[u]; });
       if constexpr (Base::kShape.has_output_apart()) {
@@ -88,9 +89,21 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense> {
 
   template <class Step>
   __device__ __forceinline__ void for_inputs(int begin, int end, Step&& step) const {
-    Source source = {*this, {*this, projections_, begin}, {*this, args_.step_inputs, begin}};
-    Base::template for_steps<Inputs>(begin, end, source, step);
+    if constexpr (kTileThreads > 0) {
+      Base::template run_steps_of_stage<Inputs>(source_from(begin), begin, end - begin, /*stage=*/0, step);
+    } else {
+      Base::template for_steps<Inputs>(begin, end, source_from(begin), step);
+    }
   }
+  __device__ __forceinline__ void load_steps(int begin, int end) const {
+    Base::template load_all<Inputs>(begin, end, source_from(begin));
+  }
+  __device__ __forceinline__ Source source_from(int begin) const {
+    return {*this, {*this, projections_, begin}, {*this, args_.step_inputs, begin}};
+  }
+  template <class TileThread>
+  __device__ void finish_tile(const TileThread&) const {}
+  int segment_;  // the thread's steps among those of its units
 
   __device__ void step(const Inputs& inputs, Saved& saved) {
     Base::set_step_inputs(inputs.StepInputs::of);

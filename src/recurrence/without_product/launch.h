@@ -12,33 +12,54 @@
 
 namespace lltm_ext {
 
-// Runs a kernel (a __global__ function or a cudaKernel_t) with so many threads for each segment, in
-// blocks of a warp.
+// Runs a kernel (a __global__ function or a cudaKernel_t) with so many blocks.
 template <class Arguments>
-cudaError_t run_independent_units(const void* kernel, const Arguments& sequence, int64_t threads,
-                                  int64_t segment_count, Segments<typename Arguments::A> segments,
-                                  int64_t step_bytes, const DeviceInfo& device, cudaStream_t stream) {
-  if (sequence.steps.batch * sequence.hidden == 0) return cudaSuccess;
-  // The blocks of a multiprocessor share its memory, so that no block waits for another one's end, or all
-  // waves of blocks are equal. Rings of 48 KB keep enough bytes in flight. A block needs 1 KB besides.
-  constexpr int64_t kMostBytes = 48 << 10, kMostResident = 24;
-  const int64_t blocks = ceil_div(threads, kIndependentThreads);
-  const int64_t blocks_each = ceil_div(blocks * segment_count, int64_t{device.multiprocessors}),
-                resident = ceil_div(blocks_each, ceil_div(blocks_each, kMostResident)),
-                share = (device.shared_bytes + 1024) / resident - 1024;
-  const int64_t stage_bytes = kRingStages * kIndependentThreads * step_bytes, group = step_group(step_bytes);
-  segments.stage_steps = static_cast<int>(clamped<int64_t>(std::min(kMostBytes, share) / stage_bytes, 1, 32));
-  if (segments.stage_steps > group) segments.stage_steps -= segments.stage_steps % group;
-  const int bytes = static_cast<int>(segments.stage_steps * stage_bytes);
+cudaError_t launch_units(const void* kernel, const Arguments& sequence, const UnitTiles& tiles,
+                         int64_t blocks, int threads, int64_t shared_bytes, cudaStream_t stream) {
+  const int bytes = static_cast<int>(shared_bytes);
   const cudaError_t error = set_max_dynamic_shared(kernel, bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(segment_count));
-  config.blockDim = dim3(kIndependentThreads);
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = stream;
-  const void* arguments[] = {&sequence, &segments};
+  const void* arguments[] = {&sequence, &tiles};
   return cudaLaunchKernelExC(&config, kernel, const_cast<void**>(arguments));
+}
+
+// Runs all steps in each of so many threads, in blocks of a warp.
+template <class Arguments>
+cudaError_t run_independent_units(const void* kernel, const Arguments& sequence, int64_t threads,
+                                  int64_t step_bytes, const DeviceInfo& device, cudaStream_t stream) {
+  if (threads == 0) return cudaSuccess;
+  // The blocks of a multiprocessor share its memory, so that no block waits for another one's end, or all
+  // waves of blocks are equal. Rings of 48 KB keep enough bytes in flight. A block needs 1 KB besides.
+  constexpr int64_t kMostBytes = 48 << 10, kMostResident = 24;
+  const int64_t blocks = ceil_div(threads, kIndependentThreads),
+                blocks_each = ceil_div(blocks, int64_t{device.multiprocessors}),
+                resident = ceil_div(blocks_each, ceil_div(blocks_each, kMostResident)),
+                share = (device.shared_bytes + 1024) / resident - 1024;
+  const int64_t stage_bytes = kRingStages * kIndependentThreads * step_bytes, group = step_group(step_bytes);
+  UnitTiles tiles = {};
+  tiles.stage_steps = static_cast<int>(clamped<int64_t>(std::min(kMostBytes, share) / stage_bytes, 1, 32));
+  if (tiles.stage_steps > group) tiles.stage_steps -= tiles.stage_steps % group;
+  return launch_units(kernel, sequence, tiles, blocks, kIndependentThreads, tiles.stage_steps * stage_bytes,
+                      stream);
+}
+
+// Runs tiles, whose `links` are memory of link_bytes.
+template <class Arguments>
+cudaError_t run_unit_tiles(const void* kernel, const Arguments& sequence, const UnitTiles& tiles,
+                           const CellShape& cell, int units, cudaStream_t stream) {
+  const int live = cell.live_states();
+  const int64_t link_bytes = tiles.link_bytes(units, live);
+  if (link_bytes > 0) {
+    const cudaError_t error = cudaMemsetAsync(tiles.links, 0xff, link_bytes, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return launch_units(kernel, sequence, tiles, tiles.groups * tiles.tiles, tiles.threads,
+                      tiles.shared_bytes(units, live), stream);
 }
 
 }  // namespace lltm_ext

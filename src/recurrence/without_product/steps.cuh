@@ -5,7 +5,7 @@
 // A step computes little, so memory sets the speed. Few rows make few threads: 16 rows of 512 units are 4096
 // pairs, about a warp for each multiprocessor of an H200. No other warp hides the latency of memory then, so
 // each thread copies many steps ahead to shared memory. Where even these threads are too few, others run
-// later steps at the same time (parallel.cuh).
+// later steps at the same time (tiles.cuh).
 #pragma once
 
 #include "common/fast_math.cuh"
@@ -31,7 +31,8 @@ struct Several<V, 0, kKind> {
 };
 
 // kDense_: every step has all rows of the batch, and none is reset.
-template <class Cell_, typename T_, int kUnits_, bool kDense_>
+// kTileThreads: of a block, whose threads have a few of the steps each (tiles.cuh); 0: each has all.
+template <class Cell_, typename T_, int kUnits_, bool kDense_, int kTileThreads>
 class IndependentUnits {
  public:
   using Cell = Cell_;
@@ -43,9 +44,10 @@ class IndependentUnits {
   static constexpr int kStates = Cell::kStates, kParameters = Cell::kParameters,
                        kStepInputs = Cell::kStepInputs, kUnits = kUnits_;
   static constexpr bool kDense = kDense_;
+  static constexpr int kThreads = kTileThreads > 0 ? kTileThreads : kIndependentThreads;
   static constexpr int kCarried = 1 + kStates;              // values that steps hand on; the first is h
   static constexpr int kFirstLive = Cell::kReadsH ? 0 : 1;  // the first that steps read
-  static constexpr int kLive = kCarried - kFirstLive, kMapPlanes = map_planes(kShape);
+  static constexpr int kLive = kCarried - kFirstLive;
   static_assert(!Cell::kRecurrent && !Cell::kSeparate, "units are independent if there is no product of h");
 
   using Values = Vec<T, kUnits>;  // one value of each unit
@@ -117,71 +119,69 @@ class IndependentUnits {
   // change what has arrived of so many steps: place(n, inputs) is that of step n.
   template <class Inputs, class Source, class Step>
   __device__ __forceinline__ void for_steps(int begin, int end, Source&& source, Step&& step) const {
-    constexpr int kAhead = kRingStages - 1, kGroup = step_group(sizeof(Inputs));
-    const auto copy_stage = [&](int first, int stage) {
-      const int count = min(stage_steps_, end - first);
-#pragma unroll 4
-      for (int i = 0; i < count; ++i) {
-        Inputs inputs;
-        source.next(first + i);
-        source.read(first + i, inputs, Ahead<Inputs>{{step_place<Inputs>(stage, i), inputs}});
-      }
-      cp_async_commit_group();
+    constexpr int kAhead = kRingStages - 1;
+    const auto copy_next = [&](int first, int stage) {
+      copy_steps<Inputs>(source, first, min(stage_steps_, end - first), stage);
     };
 #pragma unroll 1
-    for (int stage = 0; stage < kAhead; ++stage) copy_stage(begin + stage * stage_steps_, stage);
+    for (int stage = 0; stage < kAhead; ++stage) copy_next(begin + stage * stage_steps_, stage);
     for (int first = begin, stage = 0; first < end;
          first += stage_steps_, stage = (stage + 1) % kRingStages) {
-      copy_stage(first + kAhead * stage_steps_, (stage + kAhead) % kRingStages);
+      copy_next(first + kAhead * stage_steps_, (stage + kAhead) % kRingStages);
       cp_async_wait_group<kAhead>();
       const int count = min(stage_steps_, end - first);
-      source.replace(first, count, [&](int n, Inputs& inputs) {
-        return RingStep<Inputs>{step_place<Inputs>(stage, n - first), inputs};
-      });
-      // A group of steps is read before its first one runs.
-      const auto run_group = [&](int done, auto size) {
-        Inputs group[size.value] = {};
-#pragma unroll
-        for (int i = 0; i < size.value; ++i) {
-          source.read(first + done + i, group[i],
-                      Arrived<Inputs>{{step_place<Inputs>(stage, done + i), group[i]}});
-        }
-#pragma unroll
-        for (int i = 0; i < size.value; ++i) step(first + done + i, group[i]);
-      };
-      int done = 0;
-      for (; done + kGroup <= count; done += kGroup) run_group(done, Size<kGroup>());
-      for (; done < count; ++done) run_group(done, Size<1>());
+      replace_steps<Inputs>(source, first, count, stage);
+      run_steps_of_stage<Inputs>(source, first, count, stage, step);
     }
+  }
+
+  template <class Inputs, class Source>
+  __device__ __forceinline__ void copy_steps(Source&& source, int first, int count, int stage) const {
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
+      Inputs inputs;
+      source.next(first + i);
+      source.read(first + i, inputs, Ahead<Inputs>{{step_place<Inputs>(stage, i), inputs}});
+    }
+    cp_async_commit_group();
+  }
+  template <class Inputs, class Source>
+  __device__ __forceinline__ void replace_steps(Source&& source, int first, int count, int stage) const {
+    source.replace(first, count, [&](int n, Inputs& inputs) {
+      return RingStep<Inputs>{step_place<Inputs>(stage, n - first), inputs};
+    });
+  }
+  template <class Inputs, class Source, class Step>
+  __device__ __forceinline__ void run_steps_of_stage(const Source& source, int first, int count, int stage,
+                                                     Step&& step) const {
+    constexpr int kGroup = step_group(sizeof(Inputs));
+    // A group of steps is read before its first one runs.
+    const auto run_group = [&](int done, auto size) {
+      Inputs group[size.value] = {};
+#pragma unroll
+      for (int i = 0; i < size.value; ++i) {
+        source.read(first + done + i, group[i],
+                    Arrived<Inputs>{{step_place<Inputs>(stage, done + i), group[i]}});
+      }
+#pragma unroll
+      for (int i = 0; i < size.value; ++i) step(first + done + i, group[i]);
+    };
+    int done = 0;
+    for (; done + kGroup <= count; done += kGroup) run_group(done, Size<kGroup>());
+    for (; done < count; ++done) run_group(done, Size<1>());
+  }
+
+  // In a tile: copies all that the thread's steps read, and waits for it.
+  template <class Inputs, class Source>
+  __device__ __forceinline__ void load_all(int begin, int end, Source&& source) const {
+    copy_steps<Inputs>(source, begin, end - begin, /*stage=*/0);
+    cp_async_wait_group<0>();
+    replace_steps<Inputs>(source, begin, end - begin, /*stage=*/0);
   }
   template <int kSize>
   struct Size {
     static constexpr int value = kSize;
   };
-
-  // Calls step(n, inputs) for n = begin, ..., end - 1. A group of steps is computed while load(n, inputs) of
-  // the next group is in flight. Both groups are in registers, so more values a step make smaller groups.
-  template <class Inputs, class Load, class Step>
-  __device__ __forceinline__ static void for_loaded(int begin, int end, Load&& load, Step&& step) {
-    constexpr int kGroup = sizeof(Inputs) <= 24 ? 8 : sizeof(Inputs) <= 48 ? 4 : 2;
-    if (begin >= end) return;
-    Inputs next[kGroup];
-    const auto load_next = [&](int first) {
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) load(min(first + i, end - 1), next[i]);
-    };
-    load_next(begin);
-    for (int first = begin; first < end; first += kGroup) {
-      Inputs current[kGroup];
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) current[i] = next[i];
-      load_next(first + kGroup);
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        if (first + i < end) step(first + i, current[i]);
-      }
-    }
-  }
 
   // The rows of the thread's steps in an array [N, kPlanes, H], one after the other.
   template <typename X, int kPlanes>
@@ -215,7 +215,7 @@ class IndependentUnits {
     template <class V>
     __device__ V* place(const V& value) const {
       const auto offset = reinterpret_cast<const char*>(&value) - reinterpret_cast<const char*>(&inputs);
-      return reinterpret_cast<V*>(memory + offset * kIndependentThreads + threadIdx.x * sizeof(V));
+      return reinterpret_cast<V*>(memory + offset * kThreads + threadIdx.x * sizeof(V));
     }
   };
   template <class Inputs>
@@ -243,12 +243,12 @@ class IndependentUnits {
   template <class Inputs>
   __device__ char* step_place(int stage, int step) const {
     return reinterpret_cast<char*>(dynamic_shared_floats()) +
-           (stage * stage_steps_ + step) * kIndependentThreads * sizeof(Inputs);
+           (stage * stage_steps_ + step) * kThreads * sizeof(Inputs);
   }
 
   // Returns whether the thread has units.
-  __device__ bool begins(const Segments<A>& segments) {
-    stage_steps_ = segments.stage_steps;
+  __device__ bool begins(const UnitTiles& tiles) {
+    stage_steps_ = tiles.stage_steps;
     return exists();
   }
 
@@ -298,27 +298,6 @@ class IndependentUnits {
   // What steps hand on of unit u: h, then the states; in the backward their gradients.
   __device__ A& carried(int u, int i) { return i == 0 ? h_[u] : states_[u][i - 1]; }
 
-  // Runs a segment, or all steps. `direction` is this, as the class that has the steps.
-  template <class Direction>
-  __device__ void run_segment(Direction& direction, const Segments<A>& segments) {
-    const int count = direction.count(),
-              begin = segments.maps ? static_cast<int>(blockIdx.y) * segments.steps : 0,
-              end = segments.maps ? min(begin + segments.steps, count) : count;
-    if (begin > 0 && begin >= end) return;  // the row has fewer segments
-    segments.maps ? load_start(segments) : direction.load_carried();
-    direction.template run_steps</*kStores=*/true>(begin, end);
-    if (end == count) direction.store_carried();
-  }
-  __device__ void load_start(const Segments<A>& segments) {
-#pragma unroll
-    for (int i = 0; i < kCarried; ++i) {
-      load(map_plane(segments, blockIdx.y, i), [&](int u) -> A& { return carried(u, i); });
-    }
-  }
-  __device__ A* map_plane(const Segments<A>& segments, int segment, int i) const {
-    return state(segments.maps, segment * kMapPlanes + i);
-  }
-
   const StepOrder& order_;
   const int hidden_;
   int64_t row_;  // in the batch
@@ -326,7 +305,7 @@ class IndependentUnits {
   int count_ = 0, first_time_, time_step_;
   int first_step_;       // backward, the one of the thread's steps that is the row's first in the sequence
   int64_t stride_;       // from one step's row to the next in [N, H], if all steps have the batch
-  int stage_steps_ = 0;  // Segments
+  int stage_steps_ = 0;  // UnitTiles
   CellInputs<Cell, A> in_[kUnits];
   A bias_[kUnits][at_least_one(kGates)] = {}, h_[kUnits] = {}, states_[kUnits][at_least_one(kStates)] = {};
 };
