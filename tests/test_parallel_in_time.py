@@ -22,7 +22,7 @@ from lltm_ext import cells
 
 pytestmark = [pytest.mark.compiles, needs_cuda]
 
-LENGTH, BATCH, HIDDEN = 5000, 2, 3  # 157 segments of 32 steps
+LENGTH, BATCH, HIDDEN = 5000, 2, 3  # two tiles or more of all threads' steps
 TYPES = (torch.float16, torch.bfloat16, torch.float32, DOUBLE)
 WITHOUT_PRODUCT = {name: cell for name, cell in (CELLS | MIXING).items() if not cell.recurrent}
 JUMPING = ("indrnn", "lif")  # other types round some value of so many to the other side of the jump
@@ -68,7 +68,7 @@ def test_resets(name, resets, hidden):
 
 @pytest.mark.parametrize("name", ["mingru", "sru", "without_product", *MIXING])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-def test_rows_of_packed_sequences_have_segments_of_their_own(name, reverse):
+def test_rows_of_packed_sequences_end_each_for_itself(name, reverse):
     sizes = [5] * 300 + [4] * 20 + [3] * 160 + [1] * 500
     example_of(name, torch.float32, len(sizes), 5, sizes=sizes, reset=True).check(reverse=reverse)
 
@@ -98,8 +98,8 @@ def test_all_steps_at_once_equal_calls_of_one_step(dtype):
     assert_near(state, last, FORWARD[dtype])
 
 
-def test_few_units_run_three_kernels_and_many_one(profiler_sees_kernels):
-    for hidden, expected in ((3, 3), (20_000, 1)):
+def test_few_units_and_many_run_one_kernel(profiler_sees_kernels):
+    for hidden in (3, 20_000):
         example = example_of("mingru", torch.float32, 200, 2, hidden)
         call = example.call.leaves()
         outputs = call.run(example.ours)
@@ -108,7 +108,7 @@ def test_few_units_run_three_kernels_and_many_one(profiler_sees_kernels):
         )
         backward()  # compiles
         for kernels in kernels_of([functools.partial(call.run, example.ours), backward]):
-            assert kernels.count("custom_cell_kernel") == expected
+            assert kernels.count("custom_cell_kernel") == 1
 
 
 def test_states_that_lose_nothing_stay_exact_over_many_steps():
@@ -140,11 +140,29 @@ def test_products_of_coefficients_may_overflow_where_h_does_not():
 
 
 @pytest.mark.parametrize("steps", [1000, 20_000])
-def test_segments_without_a_map_are_run_step_by_step(steps):
-    """Of few units, whose lanes walk through many segments at once."""
+def test_threads_without_a_map_run_one_after_the_other(steps):
     input, zeros = torch.rand(steps, 2, 3, device="cuda"), torch.zeros(2, 3, device="cuda")
     y, (h_n, y_n) = growing(input, (zeros, zeros), None, None)
     assert torch.equal(y, input) and torch.equal(h_n, input[-1]) and torch.equal(y_n, input[-1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_infinity_stay_until_a_reset(bad):
+    """Also where the product of the factors since is zero in float32, or a factor is."""
+    value = torch.zeros(3000, 2, device="cuda")
+    value[100] = bad
+    factor = torch.full_like(value, 0.01)
+    reset = torch.zeros(3000, 2, dtype=torch.bool, device="cuda")
+    reset[2500] = True
+    zeros = torch.zeros(2, 3, device="cuda")
+    for resets in (None, reset):
+        output, _ = scaled(None, zeros, factor=factor, value=value, reset=resets)
+        end = 3000 if resets is None else 2500
+        assert output[:100].eq(0).all() and output[end:].eq(0).all()
+        assert_same_bits(output[100:end], torch.full_like(output[100:end], bad))
+    factor[200] = 0
+    output, _ = scaled(None, zeros, factor=factor, value=value)
+    assert output[200:].isnan().all()
 
 
 def test_a_factor_of_zero_ends_what_was_before():
