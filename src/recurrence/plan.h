@@ -214,7 +214,7 @@ inline UnitTiles unit_tiles(const Problem& p, const DeviceInfo& device) {
   // rows look farther back. Maps of more states take more registers.
   const bool many_rows = live <= 1 && !p.backward && tiles.groups < 64;
   tiles.threads = many_rows ? 256 : live <= 2 ? 128 : 64;
-  tiles.thread_steps = tile_thread_steps(p.cell, units, p.element_size, p.backward);
+  tiles.thread_steps = tile_thread_steps(p.cell, units, p.element_size, p.backward, tiles.threads);
   tiles.input_bytes = tile_input_bytes(p.cell, units, p.element_size, p.backward, /*dense=*/false, tiles);
   const int64_t shared_bytes = tiles.shared_bytes(units, live);
   if (shared_bytes > device.shared_bytes) return {};

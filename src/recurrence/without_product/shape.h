@@ -68,11 +68,13 @@ constexpr int kRingStages = 4;
 // The steps that are read together, given what one reads.
 constexpr int step_group(int64_t step_bytes) { return step_bytes <= 16 ? 8 : step_bytes <= 48 ? 4 : 2; }
 
-// The steps of a thread of a tile. What they read leaves room for 768 threads of a multiprocessor.
-constexpr int tile_thread_steps(const CellShape& cell, int units, int value_bytes, bool backward) {
-  constexpr int64_t kBytes = 232;  // of a thread
+// The steps of a thread of a tile, of so many threads. Long ones have few tiles to look back at.
+constexpr int tile_thread_steps(const CellShape& cell, int units, int value_bytes, bool backward,
+                                int threads) {
+  constexpr int64_t kTileBytes = 58 << 10;  // of what steps read: room for three tiles of a multiprocessor
   const int64_t step_bytes = independent_step_bytes(cell, units, value_bytes, backward, /*dense=*/true),
-                steps = kBytes / larger<int64_t>(step_bytes, 1), group = step_group(step_bytes);
+                steps = kTileBytes / (threads * larger<int64_t>(step_bytes, 1)),
+                group = step_group(step_bytes);
   return static_cast<int>(clamped<int64_t>(steps / group * group, group, 32));
 }
 // The shared memory of a tile for what its steps read, or for the sums of its gradients.
