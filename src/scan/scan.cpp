@@ -34,6 +34,10 @@ bool broadcasts_to(c10::SymIntArrayRef sizes, c10::SymIntArrayRef to) {
   return true;
 }
 
+bool is_complex(const Tensor& x) {
+  return x.scalar_type() == at::kComplexFloat || x.scalar_type() == at::kComplexDouble;
+}
+
 void check_coefficient(const char* op, const Tensor& a, const Tensor& like) {
   check_same_device(op, "a", a, like);
   const bool half = like.scalar_type() == at::kHalf || like.scalar_type() == at::kBFloat16;
@@ -267,6 +271,12 @@ Gradients backward(const Tensor& grad, const Tensor& a, const OptionalTensor& in
     check_same_dtype(kOp, "h", *h_, grad.scalar_type());
     check_shape(kOp, "h", *h_, sizes, "of grad");
   }
+  const auto none = [&] { return at::empty({0}, grad.options()); };
+  // Where a is real and the same at all steps, this is a scan from the last step to the first. It reads less.
+  const bool same_a = a.dim() < grad.dim() || a.sym_size(0) == 1;
+  if (same_a && !is_complex(grad) && !h_ && !reset_ && !of_initial) {
+    return {none(), forward(a, grad, {}, {}, !reverse), none()};
+  }
   const KernelGuard guard(grad);
   const Tensor initial = or_undefined(initial_), reset = or_undefined(reset_), h = or_undefined(h_);
   const Tensor grad_b = at::empty_like(h_ ? h : grad);
@@ -276,8 +286,8 @@ Gradients backward(const Tensor& grad, const Tensor& a, const OptionalTensor& in
   }
   if (of_initial) grad_initial = at::empty_symint(sizes.slice(1), grad.options());
   const auto results = [&] {
-    const auto or_empty = [&](const Tensor& x) { return x.defined() ? x : at::empty({0}, grad.options()); };
-    return Gradients(or_empty(grad_a), grad_b, or_empty(grad_initial));
+    return Gradients(grad_a.defined() ? grad_a : none(), grad_b,
+                     grad_initial.defined() ? grad_initial : none());
   };
   if (has_nothing_to_compute(grad)) {
     if (of_initial) grad_initial.zero_();
