@@ -17,165 +17,161 @@
 namespace lltm_ext {
 
 // A product of factors of which none is 0 is not 0 either, so that an infinity or NaN stays what it is.
-template <typename A>
-__device__ __forceinline__ A without_underflow_of(A x, A y) {
-  constexpr A kLeast = sizeof(A) == 8 ? A(5e-324) : A(1.4e-45);
-  const A product = x * y;
+template <typename X>
+__device__ __forceinline__ X without_underflow_of(X x, X y) {
+  constexpr X kLeast = sizeof(X) == 8 ? X(5e-324) : X(1.4e-45);
+  const X product = x * y;
   return product == 0 && x != 0 && y != 0 ? kLeast : product;
 }
 
-// A function of what a thread's units hand on: values -> a values + b. A unit that is reset has b, whatever
-// its values were: its coefficients are -0, which no others are. kMostExponent: of two, from which on
-// coefficients may have lost digits of the result.
-template <int kUnits, int kLive, int kMostExponent>
-struct UnitMap {
+// What some steps of a unit multiply the values by that they start from, [new value][old value].
+template <typename X, int kLive>
+struct Coefficients {
   static constexpr int kSize = at_least_one(kLive);
+  X of[kSize][kSize];
+
+  // f(i, j) is that of new value i and old value j.
+  template <class F>
+  __device__ __forceinline__ static Coefficients from(F&& f) {
+    Coefficients made;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) made.of[i][j] = f(i, j);
+    }
+    return made;
+  }
+  __device__ __forceinline__ static Coefficients identity() {
+    return from([](int i, int j) { return X(i == j); });
+  }
+  // These, then those of later steps.
+  __device__ __forceinline__ Coefficients then(const Coefficients& later) const {
+    return from([&](int i, int j) {
+      X sum = 0;
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) sum += without_underflow_of(later.of[i][k], of[k][j]);
+      return sum;
+    });
+  }
+};
+
+// Those of the steps of a thread. A reset forgets what was before, be it infinite.
+template <typename A, int kLive>
+struct StepCoefficients : Coefficients<A, kLive> {
+  bool forget = false;
+  __device__ __forceinline__ StepCoefficients()
+      : Coefficients<A, kLive>(Coefficients<A, kLive>::identity()) {}
+  __device__ __forceinline__ void set(const Coefficients<A, kLive>& to) {
+    static_cast<Coefficients<A, kLive>&>(*this) = to;
+  }
+  __device__ __forceinline__ void keep(A lost) {
+    if (lost == 0) return;
+    forget |= mask_of(lost) == 0;
+    set(this->from([&](int i, int j) { return scale_by_mask(mask_of(lost), this->of[i][j]); }));
+  }
+};
+
+// A function of what a thread's units hand on: values -> a values + b, in double. A unit that is reset has b,
+// whatever its values were: its coefficients are -0, which no others are.
+template <int kUnits, int kLive>
+struct UnitMap {
+  using A = Coefficients<double, kLive>;
+  static constexpr int kSize = A::kSize;
   struct State {
     double of[kUnits][kSize];
   };
   State b;
-  double a[kUnits][kSize][kSize];  // [new value][old value]
+  A a[kUnits];
 
   __device__ __forceinline__ static UnitMap identity() {
     UnitMap f = {};
-    for_all([&](int u, int i) { f.a[u][i][i] = 1; });
+    for_units([&](int u) { f.a[u] = A::identity(); });
     return f;
   }
   __device__ __forceinline__ static UnitMap constant(const State& state) {
-    UnitMap f = {};
+    UnitMap f;
     f.b = state;
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) f.forget(u);
+    for_units([&](int u) { f.forget(u); });
     return f;
-  }
-  __device__ __forceinline__ bool forgets(int u) const {
-    return a[u][0][0] == 0 && __double2hiint(a[u][0][0]) < 0;
-  }
-  __device__ __forceinline__ void forget(int u) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) a[u][i][j] = -0.;
-    }
   }
   // The same function; NaNs are the usual ones, so no number of it has all bits set.
   __device__ __forceinline__ UnitMap with_plain_nans() const {
-    UnitMap f = *this;
-    for_all([&](int u, int i) {
-      f.b.of[u][i] = plain_nan(f.b.of[u][i]);
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) f.a[u][i][j] = plain_nan(f.a[u][i][j]);
+    UnitMap f;
+    for_units([&](int u) {
+      for_values([&](int i) { f.b.of[u][i] = plain_nan(b.of[u][i]); });
+      f.a[u] = A::from([&](int i, int j) { return plain_nan(a[u].of[i][j]); });
     });
     return f;
   }
+  __device__ __forceinline__ bool forgets(int u) const {
+    return a[u].of[0][0] == 0 && __double2hiint(a[u].of[0][0]) < 0;
+  }
+  __device__ __forceinline__ void forget(int u) {
+    a[u] = A::from([](int, int) { return -0.; });
+  }
 
   template <class F>
-  __device__ __forceinline__ static void for_all(F&& f) {
+  __device__ __forceinline__ static void for_units(F&& f) {
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
+    for (int u = 0; u < kUnits; ++u) f(u);
+  }
+  template <class F>
+  __device__ __forceinline__ static void for_values(F&& f) {
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) f(u, i);
-    }
+    for (int i = 0; i < kSize; ++i) f(i);
   }
 };
 
-template <int kUnits, int kLive, int kMost>
-__device__ __forceinline__ typename UnitMap<kUnits, kLive, kMost>::State apply(
-    const UnitMap<kUnits, kLive, kMost>& f, const typename UnitMap<kUnits, kLive, kMost>::State& state) {
+template <int kUnits, int kLive>
+__device__ __forceinline__ typename UnitMap<kUnits, kLive>::State apply(
+    const UnitMap<kUnits, kLive>& f, const typename UnitMap<kUnits, kLive>::State& state) {
   auto after = f.b;
-  f.for_all([&](int u, int i) {
-    double sum = 0;  // without the rest, so that terms which cancel round nothing of it
-#pragma unroll
-    for (int j = 0; j < f.kSize; ++j) sum += f.a[u][i][j] * state.of[u][j];
-    if (!f.forgets(u)) after.of[u][i] += sum;
+  f.for_units([&](int u) {
+    if (f.forgets(u)) return;
+    f.for_values([&](int i) {
+      double sum = 0;  // without the rest, so that terms which cancel round nothing of it
+      f.for_values([&](int j) { sum += f.a[u].of[i][j] * state.of[u][j]; });
+      after.of[u][i] += sum;
+    });
   });
   return after;
 }
 
 // f, then g.
-template <int kUnits, int kLive, int kMost>
-__device__ __forceinline__ UnitMap<kUnits, kLive, kMost> then(const UnitMap<kUnits, kLive, kMost>& f,
-                                                              const UnitMap<kUnits, kLive, kMost>& g) {
-  UnitMap<kUnits, kLive, kMost> both;
+template <int kUnits, int kLive>
+__device__ __forceinline__ UnitMap<kUnits, kLive> then(const UnitMap<kUnits, kLive>& f,
+                                                       const UnitMap<kUnits, kLive>& g) {
+  UnitMap<kUnits, kLive> both;
   both.b = apply(g, f.b);
-  f.for_all([&](int u, int i) {
-#pragma unroll
-    for (int j = 0; j < f.kSize; ++j) {
-      double sum = 0;
-#pragma unroll
-      for (int k = 0; k < f.kSize; ++k) sum += without_underflow_of(g.a[u][i][k], f.a[u][k][j]);
-      both.a[u][i][j] = sum;
-    }
-  });
-#pragma unroll
-  for (int u = 0; u < kUnits; ++u) {
+  f.for_units([&](int u) {
+    both.a[u] = f.a[u].then(g.a[u]);
     if (f.forgets(u) || g.forgets(u)) both.forget(u);
-  }
+  });
   return both;
 }
 
-// Whether the function finds what the steps find.
-template <int kUnits, int kLive, int kMost>
-__device__ __forceinline__ bool is_reliable(const UnitMap<kUnits, kLive, kMost>& f) {
+// Whether the function finds what the steps find. Larger coefficients may have lost digits of the result.
+template <int kUnits, int kLive>
+__device__ __forceinline__ bool is_reliable(const UnitMap<kUnits, kLive>& f) {
   bool reliable = true;
-  f.for_all([&](int u, int i) {
-    reliable &= is_below<1024>(f.b.of[u][i]);
-#pragma unroll
-    for (int j = 0; j < f.kSize; ++j) reliable &= is_below<kMost>(f.a[u][i][j]);
+  f.for_units([&](int u) {
+    f.for_values([&](int i) {
+      reliable &= is_below<1024>(f.b.of[u][i]);
+      f.for_values([&](int j) { reliable &= is_below<3>(f.a[u].of[i][j]); });
+    });
   });
   return reliable;
 }
 
-template <int kUnits, int kLive, int kMost>
-__device__ __forceinline__ UnitMap<kUnits, kLive, kMost> shuffle_up(const UnitMap<kUnits, kLive, kMost>& f,
-                                                                    int lanes) {
-  UnitMap<kUnits, kLive, kMost> from;
-  f.for_all([&](int u, int i) {
-    from.b.of[u][i] = shuffle_up(f.b.of[u][i], lanes);
-#pragma unroll
-    for (int j = 0; j < f.kSize; ++j) from.a[u][i][j] = shuffle_up(f.a[u][i][j], lanes);
+template <int kUnits, int kLive>
+__device__ __forceinline__ UnitMap<kUnits, kLive> shuffle_up(const UnitMap<kUnits, kLive>& f, int lanes) {
+  UnitMap<kUnits, kLive> from;
+  f.for_units([&](int u) {
+    f.for_values([&](int i) { from.b.of[u][i] = shuffle_up(f.b.of[u][i], lanes); });
+    from.a[u] = f.a[u].from([&](int i, int j) { return shuffle_up(f.a[u].of[i][j], lanes); });
   });
   return from;
 }
-
-// The coefficients of some steps of a unit, [new value][old value].
-template <class Units>
-struct Coefficients {
-  using A = typename Units::A;
-  static constexpr int kLive = Units::kLive;
-  A of[at_least_one(kLive)][at_least_one(kLive)];
-  bool forget = false;  // a reset of all
-
-  __device__ Coefficients() {
-#pragma unroll
-    for (int i = 0; i < kLive; ++i) {
-#pragma unroll
-      for (int j = 0; j < kLive; ++j) of[i][j] = i == j;
-    }
-  }
-  // What `later` makes of these.
-  __device__ void then(const Coefficients& later) {
-    const Coefficients before = *this;
-#pragma unroll
-    for (int i = 0; i < kLive; ++i) {
-#pragma unroll
-      for (int j = 0; j < kLive; ++j) {
-        of[i][j] = 0;
-#pragma unroll
-        for (int k = 0; k < kLive; ++k) of[i][j] += without_underflow_of(later.of[i][k], before.of[k][j]);
-      }
-    }
-  }
-  __device__ void keep(A lost) {
-    if (lost == 0) return;
-    forget |= mask_of(lost) == 0;
-#pragma unroll
-    for (int i = 0; i < kLive; ++i) {
-#pragma unroll
-      for (int j = 0; j < kLive; ++j) of[i][j] = scale_by_mask(mask_of(lost), of[i][j]);
-    }
-  }
-};
 
 // Cell::backward of gradients of what a step handed on: they become those of what it read.
 template <class Units, class Saved>
@@ -202,18 +198,19 @@ class ForwardMap : public IndependentForward<Cell, T, kUnits, kDense, kTileThrea
  protected:
   using Units = IndependentForward<Cell, T, kUnits, kDense, kTileThreads>;
   using Units::Units;
+  using Maps = StepCoefficients<typename Units::A, Units::kLive>[kUnits];
 
-  __device__ __forceinline__ void reduce(int begin, int end, Coefficients<Units> (&maps)[kUnits]) {
+  __device__ __forceinline__ void reduce(int begin, int end, Maps& maps) {
     Units::for_inputs(begin, end, [&](int, const typename Units::Inputs& inputs) {
       typename Units::Saved saved;
       Units::step(inputs, saved);
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
-        Coefficients<Units> of_step;
+        auto of_step = maps[u].identity();
 #pragma unroll
         for (int i = 0; i < Units::kLive; ++i) pull_back(*this, u, saved, of_step.of[i]);
         maps[u].keep(Units::share_of(inputs));
-        maps[u].then(of_step);
+        maps[u].set(maps[u].then(of_step));
       }
     });
   }
@@ -225,8 +222,9 @@ class BackwardMap : public IndependentBackward<Cell, T, kUnits, kDense, kTileThr
  protected:
   using Units = IndependentBackward<Cell, T, kUnits, kDense, kTileThreads>;
   using Units::Units;
+  using Maps = StepCoefficients<typename Units::A, Units::kLive>[kUnits];
 
-  __device__ __forceinline__ void reduce(int begin, int end, Coefficients<Units> (&maps)[kUnits]) {
+  __device__ __forceinline__ void reduce(int begin, int end, Maps& maps) {
     constexpr int kLive = Units::kLive;
     Units::for_inputs(begin, end, [&](int, const typename Units::Inputs& inputs) {
       typename Units::Saved saved;
@@ -257,7 +255,7 @@ class TiledUnits : public Map {
   static constexpr int kUnits = Map::kUnits, kCarried = Map::kCarried, kFirst = Map::kFirstLive;
 
  public:
-  using F = UnitMap<kUnits, Map::kLive, /*kMostExponent=*/3>;
+  using F = UnitMap<kUnits, Map::kLive>;
   using State = typename F::State;
 
   template <class Arguments>
@@ -279,7 +277,7 @@ class TiledUnits : public Map {
       if (begin == 0) copy_h(h, Map::h_);
     }
     set({});
-    Coefficients<Units> maps[kUnits];
+    typename Map::Maps maps;
     Map::reduce(begin, end, maps);
     Map::segment_ = static_cast<int>(at_.tile * at_.rows + at_.row);
     const auto run_from = [&](const State& before) {
@@ -322,18 +320,13 @@ class TiledUnits : public Map {
     return values;
   }
   // After `reduce` from zeros.
-  __device__ __forceinline__ F function(const Coefficients<Units> (&maps)[kUnits]) {
-    F f = F::identity();
+  __device__ __forceinline__ F function(const typename Map::Maps& maps) {
+    F f;
     f.b = state();
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-#pragma unroll
-      for (int i = 0; i < Map::kLive; ++i) {
-#pragma unroll
-        for (int j = 0; j < Map::kLive; ++j) f.a[u][i][j] = maps[u].of[i][j] + 0.;  // not -0
-      }
+    f.for_units([&](int u) {
+      f.a[u] = F::A::from([&](int i, int j) { return maps[u].of[i][j] + 0.; });  // not -0
       if (maps[u].forget) f.forget(u);
-    }
+    });
     return f;
   }
 
