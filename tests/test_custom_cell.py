@@ -538,9 +538,9 @@ def test_kernels_of_independent_units_compile(name, architecture, backward):
         one, pair, dense = (
             binary(CELLS[name].program, dtype, backward, -1, architecture, **how)
             for how in (
-                {"independent_units": 1},
-                {"independent_units": 2},
-                {"independent_units": 2, "dense": True},
+                {"independent_units": 1, "block_threads": 96},
+                {"independent_units": 2, "block_threads": 32},
+                {"independent_units": 2, "block_threads": 32, "dense": True},
             )
         )
         assert one != pair != dense
@@ -551,7 +551,7 @@ def test_kernels_of_independent_units_compile(name, architecture, backward):
 def test_kernels_of_tiles_of_independent_units_compile(name, architecture, backward):
     for dtype, units in ((torch.bfloat16, 2), (torch.float32, 1), (DOUBLE, 1)):
         for dense in (False, True):
-            how = {"independent_units": units, "tile_threads": 128, "dense": dense}
+            how = {"independent_units": units, "block_threads": 128, "dense": dense}
             binary(CELLS[name].program, dtype, backward, -1, architecture, **how)
 
 

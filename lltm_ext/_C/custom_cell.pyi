@@ -12,7 +12,7 @@ def source(
     single_step_rows: int = 0,
     on_tensor_cores: bool = False,
     dense: bool = False,
-    tile_threads: int = 0,
+    block_threads: int = 0,
 ) -> str: ...
 def compile(
     program: str,
@@ -27,7 +27,7 @@ def compile(
     single_step_rows: int = 0,
     on_tensor_cores: bool = False,
     dense: bool = False,
-    tile_threads: int = 0,
+    block_threads: int = 0,
 ) -> bytes: ...
 def compilations() -> int: ...
 def add_compiled_cell(arg0: str, arg1: int) -> None: ...

@@ -162,21 +162,23 @@ class CellOp {
     constexpr int kValueBytes = sizeof(*sequence.gates);
     const int64_t batch = sequence.steps.batch, hidden = sequence.hidden;
     const bool in_tiles = tiles.threads > 0;
-    which.independent_units = independent_units(batch, hidden, kValueBytes, in_tiles);
-    which.dense = !sequence.steps.first_rows && !sequence.reset;
-    which.tile_threads = tiles.threads;
-    const cudaKernel_t kernel = load_cell_kernel(program_, which);
-    if (in_tiles) {
-      tiles.input_bytes =
-          tile_input_bytes(shape(), which.independent_units, kValueBytes, which.backward, which.dense, tiles);
-      return run_unit_tiles(kernel, sequence, tiles, shape(), which.independent_units, stream);
-    }
+    const int units = independent_units(batch, hidden, kValueBytes, in_tiles);
+    const int64_t threads = batch * (hidden / units);
     DeviceInfo device;
     if (const cudaError_t error = device_info(device); error != cudaSuccess) return error;
+    const int warps = independent_warps(threads, device.multiprocessors);
+    which.independent_units = units;
+    which.dense = !sequence.steps.first_rows && !sequence.reset;
+    which.block_threads = in_tiles ? tiles.threads : warps * kIndependentThreads;
+    const cudaKernel_t kernel = load_cell_kernel(program_, which);
+    if (in_tiles) {
+      tiles.input_bytes = tile_input_bytes(shape(), units, kValueBytes, which.backward, which.dense, tiles);
+      return run_unit_tiles(kernel, sequence, tiles, shape(), units, stream);
+    }
     return run_independent_units(
-        kernel, sequence, batch * (hidden / which.independent_units),
-        independent_step_bytes(shape(), which.independent_units, kValueBytes, which.backward, which.dense),
-        device, stream);
+        kernel, sequence, threads, warps,
+        independent_step_bytes(shape(), units, kValueBytes, which.backward, which.dense),
+        independent_result_bytes(shape(), units, kValueBytes, which.backward), device, stream);
   }
 
   template <class Arguments>

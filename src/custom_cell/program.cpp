@@ -63,21 +63,20 @@ KernelText text_of(const CellKernel& kernel) {
             c10::str("run_persistent<", config, ", ", direction, "Steps<", config, ">>(sequences, grid)")};
   }
   if (kernel.is_independent()) {
-    const std::string of_cell =
-        c10::str("<Cell, T, ", kernel.independent_units, kernel.dense ? ", true" : ", false");
+    const int threads = kernel.block_threads;
+    const std::string of_cell = c10::str("<Cell, T, ", kernel.independent_units,
+                                         kernel.dense ? ", true, " : ", false, ", threads, ">");
     const std::string parameters = c10::str("const __grid_constant__ Sequence", direction,
                                             "Arguments<T> sequence, const __grid_constant__ UnitTiles tiles");
-    const int threads = kernel.tile_threads;
-    if (threads > 0) {
-      // Registers for 768 threads of a multiprocessor, or for half of them with several states.
-      return {
-          "without_product/tiles.cuh", parameters,
-          c10::str(threads, ", (kCellShape<Cell>.live_states() < 2 ? 768 : 384) / ", threads),
-          c10::str("run_tile_of_units<", direction, "Map", of_cell, ", ", threads, ">>(sequence, tiles)")};
+    if (threads == kIndependentThreads || threads == kIndependentWarps * kIndependentThreads) {
+      return {kernel.backward ? "without_product/backward.cuh" : "without_product/forward.cuh", parameters,
+              c10::str(threads),
+              c10::str("Independent", direction, of_cell, "(sequence, independent_thread()).run(tiles)")};
     }
-    return {kernel.backward ? "without_product/backward.cuh" : "without_product/forward.cuh", parameters,
-            "kIndependentThreads",
-            c10::str("Independent", direction, of_cell, ">(sequence, independent_thread()).run(tiles)")};
+    // Registers for 768 threads of a multiprocessor, or for half of them with several states.
+    return {"without_product/tiles.cuh", parameters,
+            c10::str(threads, ", (kCellShape<Cell>.live_states() < 2 ? 768 : 384) / ", threads),
+            c10::str("run_tile_of_units<", direction, "Map", of_cell, ">(sequence, tiles)")};
   }
   if (kernel.is_single_step()) {
     const std::string step =

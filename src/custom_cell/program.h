@@ -33,8 +33,8 @@ struct CellKernel {
   int small_batch = 0;        // most rows of a step
   int single_step_rows = 0;   // rows of a tile of a sequence of one step
   bool on_tensor_cores = false;
-  bool dense = false;    // of independent units: all rows at every step, without resets
-  int tile_threads = 0;  // of a block of independent units with some of the steps; 0: with all
+  bool dense = false;     // of independent units: all rows at every step, without resets
+  int block_threads = 0;  // of independent units (IndependentUnits::kBlockThreads)
 
   bool is_persistent() const { return variant >= 0; }
   bool is_fused_step() const { return fused_rows > 0; }
@@ -43,7 +43,7 @@ struct CellKernel {
   bool is_single_step() const { return single_step_rows > 0; }
   auto key() const {
     return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, small_batch,
-                           single_step_rows, on_tensor_cores, dense, tile_threads);
+                           single_step_rows, on_tensor_cores, dense, block_threads);
   }
 };
 

@@ -620,9 +620,11 @@ class Kernels {
             template <class, typename, int, bool, int> class Map, bool kDense, class Arguments>
   void launch_units(const Arguments& arguments) const {
     if (units_each() == 2) {
-      launch_tiles<Units<Cell, T, 2, kDense, 0>, Map<Cell, T, 2, kDense, kTileThreads>>(arguments);
+      launch_tiles<Units<Cell, T, 2, kDense, kIndependentThreads>, Map<Cell, T, 2, kDense, kTileThreads>>(
+          arguments);
     } else {
-      launch_tiles<Units<Cell, T, 1, kDense, 0>, Map<Cell, T, 1, kDense, kTileThreads>>(arguments);
+      launch_tiles<Units<Cell, T, 1, kDense, kIndependentWarps * kIndependentThreads>,
+                   Map<Cell, T, 1, kDense, kTileThreads>>(arguments);
     }
   }
   template <class Units, class Map, class Arguments>
@@ -644,9 +646,12 @@ class Kernels {
     }
     const int blocks =
         static_cast<int>(ceil_div(c_.batch * c_.hidden / units_each(), int64_t{kIndependentThreads}));
-    const size_t ring = kIndependentThreads * tiles.stage_steps * kRingStages * step_bytes;
-    cuda_on_cpu::run({blocks, kIndependentThreads, 1, ring},
-                     [&] { Units(arguments, independent_thread()).run(tiles); });
+    const int64_t result_bytes = independent_result_bytes(kShape, units_each(), sizeof(T), kBackward);
+    const size_t ring =
+        kIndependentThreads * tiles.stage_steps * (kRingStages * step_bytes + 2 * result_bytes);
+    cuda_on_cpu::run(
+        {blocks, Units::kIsAlone ? kIndependentThreads : kIndependentWarps * kIndependentThreads, 1, ring},
+        [&] { Units(arguments, independent_thread()).run(tiles); });
   }
 
   SingleStepTile single_step_tile() const {

@@ -16,10 +16,10 @@ constexpr int count_backward_gates() {
   return count;
 }
 
-template <class Cell, typename T, int kUnits, bool kDense, int kTileThreads = 0>
-class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kTileThreads> {
+template <class Cell, typename T, int kUnits, bool kDense, int kBlockThreads>
+class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kBlockThreads> {
  public:
-  using Base = IndependentUnits<Cell, T, kUnits, kDense, kTileThreads>;
+  using Base = IndependentUnits<Cell, T, kUnits, kDense, kBlockThreads>;
   using Base::bias_, Base::h_, Base::in_, Base::kCarried, Base::kGates, Base::kParameters, Base::kSaved,
       Base::kStates, Base::kStepInputs, Base::plane, Base::row_, Base::state, Base::states_;
   using typename Base::A, typename Base::Math, typename Base::Saved, typename Base::Values;
@@ -40,9 +40,14 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kTi
   }
 
   __device__ void run(const UnitTiles& tiles) {
-    if (!Base::begins(tiles) || Base::count() <= 0) return;  // the row's gradients stay what they are
-    load_carried();
-    run_steps(0, Base::count());
+    Base::stage_steps_ = tiles.stage_steps;
+    const bool has_steps =
+        Base::exists() && Base::count() > 0;  // else the row's gradients stay what they are
+    if (has_steps) load_carried();
+    Base::template for_steps<Inputs, Results>(
+        args_.end - args_.begin, Source(*this, 0), Sink(*this, 0),
+        [&](int, const Inputs& inputs, Results& results) { step(inputs, results); });
+    if (!has_steps || threadIdx.x >= kIndependentThreads) return;
     store_carried();
     if (args_.grad_sums) add_sums(row_);
   }
@@ -73,16 +78,14 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kTi
     }
   }
 
-  // Steps [begin, end) of the row, counted from its last one.
+  // Steps [begin, end) of the row, counted from its last one, in a tile.
   __device__ void run_steps(int begin, int end) {
-    Rows<T, kGates> gradients(*this, args_.grad_gates - args_.first_row * kGates * args_.hidden, begin);
+    Sink sink(*this, begin);
     for_inputs(begin, end, [&](int n, const Inputs& inputs) {
-      CellGradients<Cell, A> grads[kUnits];
-      Saved saved;
-      widen_inputs(inputs, saved);
-      step</*kStores=*/true>(inputs, saved, grads);
-      gradients.next(n);
-      store_step(gradients, grads);
+      Results results;
+      step(inputs, results);
+      sink.next(n);
+      sink.write(results);
     });
   }
 
@@ -151,13 +154,25 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kTi
     }
   };
 
+  // What a step writes: the gradients of the gates.
+  using Results = Several<Values, kGates, 3>;
+  struct Sink {
+    Rows<T, kGates> gradients;
+
+    __device__ Sink(const IndependentBackward& units, int begin)
+        : gradients(units, units.args_.grad_gates - units.args_.first_row * kGates * units.args_.hidden,
+                    begin) {}
+    __device__ void next(int n) { gradients.next(n); }
+    __device__ void write(const Results& results) const {
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) Base::write(gradients.plane(g), results.of[g]);
+    }
+  };
+
+  // Of a tile.
   template <class Step>
   __device__ __forceinline__ void for_inputs(int begin, int end, Step&& step) const {
-    if constexpr (kTileThreads > 0) {
-      Base::template run_steps_of_stage<Inputs>(Source(*this, begin), begin, end - begin, /*stage=*/0, step);
-    } else {
-      Base::template for_steps<Inputs>(begin, end, Source(*this, begin), step);
-    }
+    Base::template run_steps_of_stage<Inputs>(Source(*this, begin), begin, end - begin, /*stage=*/0, step);
   }
   __device__ __forceinline__ void load_steps(int begin, int end) const {
     Base::template load_all<Inputs>(begin, end, Source(*this, begin));
@@ -169,7 +184,7 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kTi
     if (!args_.grad_sums) return;
     auto* const all = reinterpret_cast<A*>(dynamic_shared_floats());
     const auto place = [&](int thread, int u, int sum) -> A& {
-      return all[(u * kSums + sum) * Base::kThreads + thread];
+      return all[(u * kSums + sum) * Base::kPlaces + thread];
     };
     __syncthreads();
     for_sums([&](int u, int sum) { place(threadIdx.x, u, sum) = sums_[u][sum]; });
@@ -202,6 +217,23 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kTi
     }
   }
 
+  // A step, whose gradients of gates and parameters are added to the sums.
+  __device__ void step(const Inputs& inputs, Results& results) {
+    CellGradients<Cell, A> grads[kUnits];
+    Saved saved;
+    widen_inputs(inputs, saved);
+    step</*kStores=*/true>(inputs, saved, grads);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) sums_[u][g] += grads[u].x[g];
+#pragma unroll
+      for (int p = 0; p < kParameters; ++p) sums_[u][kGates + p] += grads[u].parameters[p];
+    }
+#pragma unroll
+    for (int g = 0; g < kGates; ++g) results.of[g] = Base::narrowed([&](int u) { return grads[u].x[g]; });
+  }
+
   template <bool kStores>
   __device__ void step(const Inputs& inputs, const Saved& saved, CellGradients<Cell, A> (&grads)[kUnits]) {
 #pragma unroll
@@ -225,21 +257,6 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kTi
       for (int u = 0; u < kUnits; ++u) {
         Base::carried(u, i) = scale_by_mask(mask_of(lost), Base::carried(u, i));
       }
-    }
-  }
-
-  __device__ void store_step(const Rows<T, kGates>& gradients,
-                             const CellGradients<Cell, A> (&grads)[kUnits]) {
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-#pragma unroll
-      for (int g = 0; g < kGates; ++g) sums_[u][g] += grads[u].x[g];
-#pragma unroll
-      for (int p = 0; p < kParameters; ++p) sums_[u][kGates + p] += grads[u].parameters[p];
-    }
-#pragma unroll
-    for (int g = 0; g < kGates; ++g) {
-      Base::store(gradients.plane(g), [&](int u) { return grads[u].x[g]; });
     }
   }
 

@@ -5,10 +5,10 @@
 
 namespace lltm_ext {
 
-template <class Cell, typename T, int kUnits, bool kDense, int kTileThreads = 0>
-class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kTileThreads> {
+template <class Cell, typename T, int kUnits, bool kDense, int kBlockThreads>
+class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kBlockThreads> {
  public:
-  using Base = IndependentUnits<Cell, T, kUnits, kDense, kTileThreads>;
+  using Base = IndependentUnits<Cell, T, kUnits, kDense, kBlockThreads>;
   using Base::bias_, Base::h_, Base::in_, Base::kGates, Base::kSaved, Base::kStates, Base::kStepInputs,
       Base::plane, Base::row_, Base::state, Base::states_;
   using typename Base::A, typename Base::Math, typename Base::Saved, typename Base::Values;
@@ -25,10 +25,12 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kTil
   }
 
   __device__ void run(const UnitTiles& tiles) {
-    if (!Base::begins(tiles)) return;
-    load_carried();
-    run_steps(0, Base::count());
-    store_carried();
+    Base::stage_steps_ = tiles.stage_steps;
+    if (Base::exists()) load_carried();
+    Base::template for_steps<Inputs, Results>(
+        args_.steps.length, source_from(0), Sink(*this, 0),
+        [&](int, const Inputs& inputs, Results& results) { step(inputs, results); });
+    if (Base::exists() && threadIdx.x < kIndependentThreads) store_carried();
   }
 
   __device__ void load_carried() { load_initial(h_, states_); }
@@ -38,23 +40,14 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kTil
                         : store_states(static_cast<A*>(args_.states_n));
   }
 
-  // Steps [begin, end) of the row.
+  // Steps [begin, end) of the row, in a tile.
   __device__ void run_steps(int begin, int end) {
-    Rows<T, 1> output(*this, args_.output, begin), output_apart(*this, args_.output_apart, begin);
-    Rows<T, kSaved> extra(*this, args_.extra, begin);
+    Sink sink(*this, begin);
     for_inputs(begin, end, [&](int n, const Inputs& inputs) {
-      Saved saved;
-      step(inputs, saved);
-      output.next(n);
-      Base::store(output.plane(0), [&](int u) { return h_[u]; });
-      if constexpr (Base::kShape.has_output_apart()) {
-        output_apart.next(n);
-        Base::store(output_apart.plane(0), [&](int u) { return output_of<Cell>(h_[u], states_[u]); });
-      }
-      if (kSaved == 0 || !args_.save) return;
-      extra.next(n);
-#pragma unroll
-      for (int v = 0; v < kSaved; ++v) Base::store(extra.plane(v), [&](int u) { return saved[u][v]; });
+      Results results;
+      step(inputs, results);
+      sink.next(n);
+      sink.write(results);
     });
   }
 
@@ -87,13 +80,37 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kTil
     __device__ void replace(int, int, F&&) const {}
   };
 
+  // What a step writes: h, the output if it is apart, what is saved.
+  static constexpr int kFirstSaved = 1 + Base::kShape.has_output_apart();
+  using Results = Several<Values, kFirstSaved + kSaved, 3>;
+  struct Sink {
+    const bool saves;
+    Rows<T, 1> output, output_apart;
+    Rows<T, kSaved> extra;
+
+    __device__ Sink(const IndependentForward& units, int begin)
+        : saves(units.args_.save),
+          output(units, units.args_.output, begin),
+          output_apart(units, units.args_.output_apart, begin),
+          extra(units, units.args_.extra, begin) {}
+    __device__ void next(int n) {
+      output.next(n);
+      output_apart.next(n);
+      extra.next(n);
+    }
+    __device__ void write(const Results& results) const {
+      Base::write(output.plane(0), results.of[0]);
+      if constexpr (Base::kShape.has_output_apart()) Base::write(output_apart.plane(0), results.of[1]);
+      if (!saves) return;
+#pragma unroll
+      for (int v = 0; v < kSaved; ++v) Base::write(extra.plane(v), results.of[kFirstSaved + v]);
+    }
+  };
+
+  // Of a tile.
   template <class Step>
   __device__ __forceinline__ void for_inputs(int begin, int end, Step&& step) const {
-    if constexpr (kTileThreads > 0) {
-      Base::template run_steps_of_stage<Inputs>(source_from(begin), begin, end - begin, /*stage=*/0, step);
-    } else {
-      Base::template for_steps<Inputs>(begin, end, source_from(begin), step);
-    }
+    Base::template run_steps_of_stage<Inputs>(source_from(begin), begin, end - begin, /*stage=*/0, step);
   }
   __device__ __forceinline__ void load_steps(int begin, int end) const {
     Base::template load_all<Inputs>(begin, end, source_from(begin));
@@ -105,6 +122,18 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kTil
   __device__ void finish_tile(const TileThread&) const {}
   int segment_;  // the thread's steps among those of its units
 
+  __device__ void step(const Inputs& inputs, Results& results) {
+    Saved saved;
+    step(inputs, saved);
+    results.of[0] = Base::narrowed([&](int u) { return h_[u]; });
+    if constexpr (Base::kShape.has_output_apart()) {
+      results.of[1] = Base::narrowed([&](int u) { return output_of<Cell>(h_[u], states_[u]); });
+    }
+#pragma unroll
+    for (int v = 0; v < kSaved; ++v) {
+      results.of[kFirstSaved + v] = Base::narrowed([&](int u) { return saved[u][v]; });
+    }
+  }
   __device__ void step(const Inputs& inputs, Saved& saved) {
     Base::set_step_inputs(inputs.StepInputs::of);
     if (const A lost = Base::share_of(inputs); lost != 0) reset(lost);

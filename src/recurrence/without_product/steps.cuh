@@ -1,11 +1,12 @@
 // The loop over the steps of a cell without a product of h. None of its units depends on another one, so one
-// launch runs all steps and no thread waits for another: a thread has one or two adjacent units of a row and
-// keeps what they carry in registers. The kernels derive from IndependentUnits (forward.cuh, backward.cuh).
+// launch runs all steps: a thread has one or two adjacent units of a row and keeps what they carry in
+// registers. The kernels derive from IndependentUnits (forward.cuh, backward.cuh).
 //
-// A step computes little, so memory sets the speed. Few rows make few threads: 16 rows of 512 units are 4096
-// pairs, about a warp for each multiprocessor of an H200. No other warp hides the latency of memory then, so
-// each thread copies many steps ahead to shared memory. Where even these threads are too few, others run
-// later steps at the same time (tiles.cuh).
+// A step computes little, so memory sets the speed, and few rows make few threads: 16 rows of 512 units are
+// 4096 pairs, about a warp for each multiprocessor of an H200. No other warp hides the latency of memory
+// then. So what later steps read is copied ahead to shared memory. Where units are few, a block has three
+// warps for those of one: one copies, one runs steps, and one writes what they leave. Where even these are
+// too few, other threads run later steps at the same time (tiles.cuh).
 #pragma once
 
 #include "common/fast_math.cuh"
@@ -17,22 +18,29 @@
 namespace lltm_ext {
 
 __device__ inline int64_t independent_thread() {
-  return int64_t{blockIdx.x} * kIndependentThreads + threadIdx.x;
+  return int64_t{blockIdx.x} * kIndependentThreads + threadIdx.x % kIndependentThreads;
 }
 
-// Values of kind kKind that a step reads. None take no memory.
+// Values of kind kKind that a step reads or writes. None take no memory.
 template <class V, int kCount, int kKind>
 struct Several {
   V of[kCount];
+  template <class F>
+  __device__ __forceinline__ void for_each(F&& f) {
+#pragma unroll
+    for (V& value : of) f(value);
+  }
 };
 template <class V, int kKind>
 struct Several<V, 0, kKind> {
   static constexpr V* of = nullptr;
+  template <class F>
+  __device__ __forceinline__ void for_each(F&&) {}
 };
 
 // kDense_: every step has all rows of the batch, and none is reset.
-// kTileThreads: of a block, whose threads have a few of the steps each (tiles.cuh); 0: each has all.
-template <class Cell_, typename T_, int kUnits_, bool kDense_, int kTileThreads>
+// kBlockThreads: 32, a warp that does all; 96, a warp for each role; or else those of a tile.
+template <class Cell_, typename T_, int kUnits_, bool kDense_, int kBlockThreads>
 class IndependentUnits {
  public:
   using Cell = Cell_;
@@ -44,7 +52,9 @@ class IndependentUnits {
   static constexpr int kStates = Cell::kStates, kParameters = Cell::kParameters,
                        kStepInputs = Cell::kStepInputs, kUnits = kUnits_;
   static constexpr bool kDense = kDense_;
-  static constexpr int kThreads = kTileThreads > 0 ? kTileThreads : kIndependentThreads;
+  static constexpr bool kIsAlone = kBlockThreads == kIndependentThreads,
+                        kHasRoles = kBlockThreads == kIndependentWarps * kIndependentThreads;
+  static constexpr int kPlaces = kHasRoles ? kIndependentThreads : kBlockThreads;  // in shared memory
   static constexpr int kCarried = 1 + kStates;              // values that steps hand on; the first is h
   static constexpr int kFirstLive = Cell::kReadsH ? 0 : 1;  // the first that steps read
   static constexpr int kLive = kCarried - kFirstLive;
@@ -112,26 +122,74 @@ class IndependentUnits {
   }
   __device__ int count() const { return count_; }
 
-  // Calls step(n, inputs) for n = begin, ..., end - 1 of the thread's steps. source.next(n) goes to what step
-  // n reads; source.read(n, inputs, f) then calls f(value of inputs, where it is in memory), and f(value, x)
-  // for a value that it computes. Stages of some steps are copied ahead to a ring in shared memory. Each
-  // thread has its own places there, so none waits for another. source.replace(first, count, place) may
-  // change what has arrived of so many steps: place(n, inputs) is that of step n.
-  template <class Inputs, class Source, class Step>
-  __device__ __forceinline__ void for_steps(int begin, int end, Source&& source, Step&& step) const {
+  // Runs all steps; the threads of a block call this together. `most`: the steps of a row that lacks none.
+  //
+  // source.next(n) goes to what step n reads; source.read(n, inputs, f) then calls f(value of inputs, where
+  // it is in memory), and f(value, x) for a value that it computes. These are copied to a ring of stages of
+  // some steps. source.replace(first, count, place) may change what has arrived: place(n, inputs) is where
+  // that of step n is. step(n, inputs, results) runs a step. sink.next(n) goes to where step n writes, and
+  // sink.write(results) writes.
+  template <class Inputs, class Results, class Source, class Sink, class Step>
+  __device__ __forceinline__ void for_steps(int most, Source&& source, Sink&& sink, Step&& step) const {
     constexpr int kAhead = kRingStages - 1;
-    const auto copy_next = [&](int first, int stage) {
-      copy_steps<Inputs>(source, first, min(stage_steps_, end - first), stage);
+    const int stages = (most + stage_steps_ - 1) / stage_steps_;
+    const auto count_of = [&](int stage) { return clamped(count_ - stage * stage_steps_, 0, stage_steps_); };
+    const auto copy = [&](int stage) {
+      copy_steps<Inputs>(source, stage * stage_steps_, count_of(stage), stage % kRingStages);
     };
-#pragma unroll 1
-    for (int stage = 0; stage < kAhead; ++stage) copy_next(begin + stage * stage_steps_, stage);
-    for (int first = begin, stage = 0; first < end;
-         first += stage_steps_, stage = (stage + 1) % kRingStages) {
-      copy_next(first + kAhead * stage_steps_, (stage + kAhead) % kRingStages);
-      cp_async_wait_group<kAhead>();
-      const int count = min(stage_steps_, end - first);
-      replace_steps<Inputs>(source, first, count, stage);
-      run_steps_of_stage<Inputs>(source, first, count, stage, step);
+    if constexpr (kIsAlone) {
+      for (int stage = 0; stage < kAhead; ++stage) copy(stage);
+      for (int stage = 0; stage < stages; ++stage) {
+        copy(stage + kAhead);
+        cp_async_wait_group<kAhead>();
+        run_stage<Inputs, Results>(source, stage, count_of(stage), step, [&](int n, Results& results) {
+          sink.next(n);
+          sink.write(results);
+        });
+      }
+      return;
+    }
+    enum Role { kRuns, kCopies, kWrites };
+    const int role = static_cast<int>(threadIdx.x) / kIndependentThreads;
+    for (int stage = 0; role == kCopies && stage < kAhead; ++stage) copy(stage);
+    for (int stage = 0; stage <= stages; ++stage) {
+      if (role == kCopies) cp_async_wait_group<kAhead - 1>();
+      __syncthreads();  // the stage has arrived, and the results of the one before are complete
+      if (role == kCopies) {
+        copy(stage + kAhead);
+      } else if (role == kRuns) {
+        run_stage<Inputs, Results>(source, stage, count_of(stage), step, [&](int n, Results& results) {
+          const auto place = result_place<Results, Inputs>(stage, n - stage * stage_steps_, results);
+          results.for_each([&](auto& value) { *place.place(value) = value; });
+        });
+      } else if (stage > 0) {
+        write_steps<Results, Inputs>(sink, stage - 1, count_of(stage - 1));
+      }
+    }
+  }
+
+  // Runs the steps of a stage that has arrived, and hands their results to put(n, results).
+  template <class Inputs, class Results, class Source, class Step, class Put>
+  __device__ __forceinline__ void run_stage(const Source& source, int stage, int count, Step&& step,
+                                            Put&& put) const {
+    const int first = stage * stage_steps_;
+    replace_steps<Inputs>(source, first, count, stage % kRingStages);
+    run_steps_of_stage<Inputs>(source, first, count, stage % kRingStages, [&](int n, const Inputs& inputs) {
+      Results results;
+      step(n, inputs, results);
+      put(n, results);
+    });
+  }
+
+  template <class Results, class Inputs, class Sink>
+  __device__ __forceinline__ void write_steps(Sink&& sink, int stage, int count) const {
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
+      Results results;
+      const auto place = result_place<Results, Inputs>(stage, i, results);
+      results.for_each([&](auto& value) { value = *place.place(value); });
+      sink.next(stage * stage_steps_ + i);
+      sink.write(results);
     }
   }
 
@@ -141,14 +199,14 @@ class IndependentUnits {
     for (int i = 0; i < count; ++i) {
       Inputs inputs;
       source.next(first + i);
-      source.read(first + i, inputs, Ahead<Inputs>{{step_place<Inputs>(stage, i), inputs}});
+      source.read(first + i, inputs, Ahead<Inputs>{{input_place<Inputs>(stage, i), inputs}});
     }
     cp_async_commit_group();
   }
   template <class Inputs, class Source>
   __device__ __forceinline__ void replace_steps(Source&& source, int first, int count, int stage) const {
     source.replace(first, count, [&](int n, Inputs& inputs) {
-      return RingStep<Inputs>{step_place<Inputs>(stage, n - first), inputs};
+      return StepPlace<Inputs>{input_place<Inputs>(stage, n - first), inputs};
     });
   }
   template <class Inputs, class Source, class Step>
@@ -161,7 +219,7 @@ class IndependentUnits {
 #pragma unroll
       for (int i = 0; i < size.value; ++i) {
         source.read(first + done + i, group[i],
-                    Arrived<Inputs>{{step_place<Inputs>(stage, done + i), group[i]}});
+                    Arrived<Inputs>{{input_place<Inputs>(stage, done + i), group[i]}});
       }
 #pragma unroll
       for (int i = 0; i < size.value; ++i) step(first + done + i, group[i]);
@@ -206,20 +264,21 @@ class IndependentUnits {
     X* row_;
   };
 
-  // A step's values in the ring: all threads have the first one, then all have the second one, and so on.
-  template <class Inputs>
-  struct RingStep {
+  // A step's values in shared memory: all threads have the first one, then all have the second one, and so
+  // on.
+  template <class Values_>
+  struct StepPlace {
     char* memory;
-    Inputs& inputs;
+    Values_& values;
 
     template <class V>
     __device__ V* place(const V& value) const {
-      const auto offset = reinterpret_cast<const char*>(&value) - reinterpret_cast<const char*>(&inputs);
-      return reinterpret_cast<V*>(memory + offset * kThreads + threadIdx.x * sizeof(V));
+      const auto offset = reinterpret_cast<const char*>(&value) - reinterpret_cast<const char*>(&values);
+      return reinterpret_cast<V*>(memory + offset * kPlaces + threadIdx.x % kPlaces * sizeof(V));
     }
   };
   template <class Inputs>
-  struct Ahead : RingStep<Inputs> {
+  struct Ahead : StepPlace<Inputs> {
     template <typename X>
     __device__ void operator()(Vec<X, kUnits>& value, const X* from) const {
       constexpr int kBytes = sizeof(value);
@@ -233,7 +292,7 @@ class IndependentUnits {
     __device__ void operator()(A& value, A x) const { *this->place(value) = x; }
   };
   template <class Inputs>
-  struct Arrived : RingStep<Inputs> {
+  struct Arrived : StepPlace<Inputs> {
     template <typename X>
     __device__ void operator()(Vec<X, kUnits>& value, const X*) const {
       value = *this->place(value);
@@ -241,15 +300,16 @@ class IndependentUnits {
     __device__ void operator()(A& value, A) const { value = *this->place(value); }
   };
   template <class Inputs>
-  __device__ char* step_place(int stage, int step) const {
+  __device__ char* input_place(int stage, int step) const {
     return reinterpret_cast<char*>(dynamic_shared_floats()) +
-           (stage * stage_steps_ + step) * kThreads * sizeof(Inputs);
+           (stage * stage_steps_ + step) * kPlaces * sizeof(Inputs);
   }
-
-  // Returns whether the thread has units.
-  __device__ bool begins(const UnitTiles& tiles) {
-    stage_steps_ = tiles.stage_steps;
-    return exists();
+  // Two stages of results, behind the ring.
+  template <class Results, class Inputs>
+  __device__ StepPlace<Results> result_place(int stage, int step, Results& results) const {
+    return {
+        input_place<Inputs>(kRingStages, 0) + (stage % 2 * stage_steps_ + step) * kPlaces * sizeof(Results),
+        results};
   }
 
   // The row of the thread's step n.
@@ -285,6 +345,18 @@ class IndependentUnits {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) values.data[u] = narrow<X>(value_of(u));
     *reinterpret_cast<Vec<X, kUnits>*>(to) = values;
+  }
+
+  // value_of(u) of each unit u.
+  template <class F>
+  __device__ __forceinline__ static Values narrowed(F&& value_of) {
+    Values values;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) values.data[u] = narrow<T>(value_of(u));
+    return values;
+  }
+  __device__ __forceinline__ static void write(T* to, const Values& values) {
+    *reinterpret_cast<Values*>(to) = values;
   }
 
   __device__ void set_step_inputs(const Values* values) {

@@ -193,10 +193,10 @@ __device__ void pull_back(Units& units, int u, const Saved& saved,
 }
 
 // Reduces steps forward. A gradient of a new value with respect to an old one is a coefficient of the step.
-template <class Cell, typename T, int kUnits, bool kDense, int kTileThreads>
-class ForwardMap : public IndependentForward<Cell, T, kUnits, kDense, kTileThreads> {
+template <class Cell, typename T, int kUnits, bool kDense, int kBlockThreads>
+class ForwardMap : public IndependentForward<Cell, T, kUnits, kDense, kBlockThreads> {
  protected:
-  using Units = IndependentForward<Cell, T, kUnits, kDense, kTileThreads>;
+  using Units = IndependentForward<Cell, T, kUnits, kDense, kBlockThreads>;
   using Units::Units;
   using Maps = StepCoefficients<typename Units::A, Units::kLive>[kUnits];
 
@@ -217,10 +217,10 @@ class ForwardMap : public IndependentForward<Cell, T, kUnits, kDense, kTileThrea
 };
 
 // Reduces steps backward. A step pulls the columns of the coefficients back.
-template <class Cell, typename T, int kUnits, bool kDense, int kTileThreads>
-class BackwardMap : public IndependentBackward<Cell, T, kUnits, kDense, kTileThreads> {
+template <class Cell, typename T, int kUnits, bool kDense, int kBlockThreads>
+class BackwardMap : public IndependentBackward<Cell, T, kUnits, kDense, kBlockThreads> {
  protected:
-  using Units = IndependentBackward<Cell, T, kUnits, kDense, kTileThreads>;
+  using Units = IndependentBackward<Cell, T, kUnits, kDense, kBlockThreads>;
   using Units::Units;
   using Maps = StepCoefficients<typename Units::A, Units::kLive>[kUnits];
 
@@ -338,7 +338,7 @@ template <class Map, class Arguments>
 __device__ __forceinline__ void run_tile_of_units(const Arguments& sequence, const UnitTiles& tiles) {
   using Tiled = TiledUnits<Map>;
   using F = typename Tiled::F;
-  constexpr int kThreads = Map::kThreads;
+  constexpr int kThreads = Map::kPlaces;
   const auto links = TileLinks<F>::in(tiles.links, tiles.groups, tiles.tiles, 1 << tiles.width_bits);
   auto* const taken = reinterpret_cast<unsigned*>(dynamic_shared_floats());
   if (threadIdx.x == 0) *taken = links.started ? atomicAdd(links.started, 1u) + 1 : blockIdx.x;
