@@ -165,7 +165,7 @@ class Reference {
   static constexpr int kGates = kShape.gates, kSums = kShape.sums();
 
  public:
-  Values output, output_apart, h, states, saved, previous_h;               // of forward
+  Values output, output_apart, h, states, saved;                           // of forward
   Values grad_products, grad_projections, grad_h, grad_states, grad_sums;  // of backward
   Values grad_initial;  // of h and states by resets to them
 
@@ -179,7 +179,6 @@ class Reference {
     output.resize(steps_.rows() * c_.hidden);
     if (kShape.has_output_apart()) output_apart = output;
     saved.resize(steps_.rows() * kShape.saved * c_.hidden);
-    previous_h = output;
     for (int step = 0; step < c_.length; ++step) {
       const StepRows rows = steps_.at(step), before = steps_.at(step - 1);
       for (int b = 0; b < rows.count; ++b) {
@@ -189,16 +188,20 @@ class Reference {
     }
   }
 
-  // `saved_values`: those that the kernel has saved, so that both compute from the same.
-  void backward(const Values& saved_values) {
+  // What the kernel has saved, and its h of all steps, so that both compute from the same.
+  void backward(const Values& saved_values, const Values& kernel_output) {
     grad_h = in_.grad_h_n, grad_states = in_.grad_states_n;
     grad_products.resize(steps_.rows() * kGates * c_.hidden);
     grad_projections = grad_products;
     grad_sums.resize(kSums * c_.hidden);
     grad_initial.resize((1 + kShape.states) * c_.batch * c_.hidden);
     for (int step = c_.length - 1; step >= 0; --step) {
-      const StepRows rows = steps_.at(step);
-      for (int b = 0; b < rows.count; ++b) backward_row(b, rows.first + b, saved_values);
+      const StepRows rows = steps_.at(step), before = steps_.at(step - 1);
+      for (int b = 0; b < rows.count; ++b) {
+        const double* const from =
+            b < before.count ? &kernel_output[at(before.first + b, 1, 0)] : &in_.h0[at(b, 1, 0)];
+        backward_row(b, rows.first + b, saved_values, {from, from + c_.hidden});
+      }
     }
   }
 
@@ -255,7 +258,7 @@ class Reference {
     const double keep = kToInitial ? 1 : in_.keep[row];
     CellInputs<Cell, double> in = {};
     load_inputs(in, row, unit);
-    in.h = previous_h[at(row, 1, 0) + unit] = keep * h[at(b, 1, 0) + unit];
+    in.h = keep * h[at(b, 1, 0) + unit];
     for (int gate = 0; gate < kGates; ++gate) {
       const double sum = keep * product(gate, unit, operands);
       in.x[gate] = in_.gates[at(row, kGates, gate) + unit] + (Cell::kSeparate ? 0 : sum);
@@ -273,9 +276,10 @@ class Reference {
     for (int v = 0; v < kShape.saved; ++v) saved[at(row, kShape.saved, v) + unit] = to_save[v];
   }
 
-  void backward_row(int b, int64_t row, const Values& saved_values) {
+  void backward_row(int b, int64_t row, const Values& saved_values, const Values& previous_h) {
     Values own(c_.hidden);  // gradients of h that don't pass the weights
-    for (int unit = 0; unit < c_.hidden; ++unit) own[unit] = backward_unit(b, row, unit, saved_values);
+    for (int unit = 0; unit < c_.hidden; ++unit)
+      own[unit] = backward_unit(b, row, unit, saved_values, previous_h);
     double* const to = &grad_h[at(b, 1, 0)];
     std::fill(to, to + c_.hidden, 0);
     for (int gate = 0; gate < kGates; ++gate) {
@@ -292,13 +296,14 @@ class Reference {
     }
   }
 
-  double backward_unit(int b, int64_t row, int unit, const Values& saved_values) {
+  double backward_unit(int b, int64_t row, int unit, const Values& saved_values, const Values& previous_h) {
     CellInputs<Cell, double> in = {};
     load_inputs(in, row, unit);
     for (int gate = 0; gate < kGates && !Cell::kRecurrent; ++gate) {
       in.x[gate] = in_.gates[at(row, kGates, gate) + unit];
     }
-    if (!Cell::kRecurrent) in.h = previous_h[at(row, 1, 0) + unit];
+    in.h = in_.keep[row] * previous_h[unit];
+    if (kToInitial) in.h += in_.reset[row] * in_.h0[at(b, 1, 0) + unit];
     double from_save[at_least_one(kShape.saved)] = {}, of_unit[at_least_one(kShape.states)] = {};
     for (int v = 0; v < kShape.saved; ++v) from_save[v] = saved_values[at(row, kShape.saved, v) + unit];
     for (int s = 0; s < kShape.states; ++s) of_unit[s] = grad_states[state_at(s, b) + unit];
@@ -436,7 +441,8 @@ class Kernels {
     grad_states =
         c.from_zeros ? unwritten<acc_t<T>>(states0_.size()) : narrowed<acc_t<T>>(inputs.grad_states_n);
     const UnitTiles tiles = unit_tiles(c.length, /*step_bytes=*/1);
-    const size_t each = c.thread_steps > 0 ? tiles.tiles : 1, threads = each * tiles.rows();
+    const bool in_tiles = c.thread_steps > 0;
+    const size_t each = in_tiles ? tiles.tiles : 1, threads = in_tiles ? each * tiles.rows() : 1;
     grad_sums.resize(each * c.batch * kShape.sums() * hidden);
     if (kResetsToInitial<Cell>) grad_initial.resize(threads * (1 + kShape.states) * c.batch * hidden);
   }
@@ -792,7 +798,7 @@ template <class Cell, class KernelsOfCase>
 void check_backward(const Case& c, KernelsOfCase& kernels, Reference<Cell>& reference,
                     const Comparison& compare) {
   // In two parts, as a long sequence.
-  reference.backward(kernels.saved());
+  reference.backward(kernels.saved(), widened(kernels.output));
   kernels.backward(c.length / 2, c.length);
   kernels.backward(0, c.length / 2);
   compare("grad_gates", widened(kernels.grad_gates), reference.grad_products);
