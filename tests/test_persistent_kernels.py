@@ -22,9 +22,12 @@ FLAGS = ("-std=c++17", "-Og", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
 
 # A surrogate's slope, which the backward saves, changes up to 50 times as much as the state that it is of. No
 # bound on the rounding of other cells' saved values fits it.
-# Cells that differ from minGRU in their formulas only, and not in how their steps run.
+# Cells that differ from minGRU, LSTM, GRU or RNN in their formulas only, and not in how their steps run.
 AS_MINGRU = {"minlstm", "qrnn", "rg_lru", "sru"}
-FROM_PYTHON = {name: cell for name, cell in EXAMPLES.items() if name not in {*SURROGATES, *AS_MINGRU}}
+AS_OTHERS = {"cifg", "janet", "lltm", "lstm", "peephole_lstm", "rnn_relu", "ugrnn"}
+FROM_PYTHON = {
+    name: cell for name, cell in EXAMPLES.items() if name not in {*SURROGATES, *AS_MINGRU, *AS_OTHERS}
+}
 FROM_PYTHON |= MIXING | {"growing": growing}
 # The package's own cells are written by hand.
 WRITTEN = {"LltmCell": "lltm/lltm_cell.h", "LstmCell": "lstm/lstm_cell.h"}
