@@ -78,17 +78,6 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kBl
     }
   }
 
-  // Steps [begin, end) of the row, counted from its last one, in a tile.
-  __device__ void run_steps(int begin, int end) {
-    Sink sink(*this, begin);
-    for_inputs(begin, end, [&](int n, const Inputs& inputs) {
-      Results results;
-      step(inputs, results);
-      sink.next(n);
-      sink.write(results);
-    });
-  }
-
   using Projections = Several<typename Base::Projection, kReadGates, 0>;
   using Others = Several<Values, kRead, 1>;
   using typename Base::Lost;
@@ -169,15 +158,6 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kBl
     }
   };
 
-  // Of a tile.
-  template <class Step>
-  __device__ __forceinline__ void for_inputs(int begin, int end, Step&& step) const {
-    Base::template run_steps_of_stage<Inputs>(Source(*this, begin), begin, end - begin, /*stage=*/0, step);
-  }
-  __device__ __forceinline__ void load_steps(int begin, int end) const {
-    Base::template load_all<Inputs>(begin, end, Source(*this, begin));
-  }
-
   // Adds up the sums of the rows of a tile, in the memory of what steps read.
   template <class TileThread>
   __device__ void finish_tile(const TileThread& at) {
@@ -195,7 +175,6 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kBl
     }
     add_sums(at.tile * args_.steps.batch + row_);
   }
-  int segment_ = 0;  // the thread's steps among those of its units
 
   __device__ void widen_inputs(const Inputs& inputs, Saved& saved) {
     const Values* const values = inputs.Others::of;
@@ -262,7 +241,7 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kBl
 
   __device__ void add_initial(A share, int i) {
     A before[kUnits];
-    A* const to = state(args_.grad_initial, segment_ * kCarried + i);
+    A* const to = state(args_.grad_initial, Base::segment_ * kCarried + i);
     Base::load(to, [&](int u) -> A& { return before[u]; });
     Base::store(to, [&](int u) { return before[u] + scale_by_mask(share, Base::carried(u, i)); });
   }

@@ -28,7 +28,7 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kBlo
     Base::stage_steps_ = tiles.stage_steps;
     if (Base::exists()) load_carried();
     Base::template for_steps<Inputs, Results>(
-        args_.steps.length, source_from(0), Sink(*this, 0),
+        args_.steps.length, Source(*this, 0), Sink(*this, 0),
         [&](int, const Inputs& inputs, Results& results) { step(inputs, results); });
     if (Base::exists() && threadIdx.x < kIndependentThreads) store_carried();
   }
@@ -38,17 +38,6 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kBlo
     Base::store(plane(args_.h_n, row_, 1, 0), [&](int u) { return h_[u]; });
     args_.narrow_states ? store_states(static_cast<T*>(args_.states_n))
                         : store_states(static_cast<A*>(args_.states_n));
-  }
-
-  // Steps [begin, end) of the row, in a tile.
-  __device__ void run_steps(int begin, int end) {
-    Sink sink(*this, begin);
-    for_inputs(begin, end, [&](int n, const Inputs& inputs) {
-      Results results;
-      step(inputs, results);
-      sink.next(n);
-      sink.write(results);
-    });
   }
 
   using Projections = Several<typename Base::Projection, kGates, 0>;
@@ -62,6 +51,10 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kBlo
     Rows<const projection_t<Cell, T>, kGates> projections;
     Rows<const T, kStepInputs> steps;
 
+    __device__ Source(const IndependentForward& units, int begin)
+        : units(units),
+          projections(units, units.projections_, begin),
+          steps(units, units.args_.step_inputs, begin) {}
     __device__ void next(int n) {
       projections.next(n);
       steps.next(n);
@@ -107,20 +100,8 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kBlo
     }
   };
 
-  // Of a tile.
-  template <class Step>
-  __device__ __forceinline__ void for_inputs(int begin, int end, Step&& step) const {
-    Base::template run_steps_of_stage<Inputs>(source_from(begin), begin, end - begin, /*stage=*/0, step);
-  }
-  __device__ __forceinline__ void load_steps(int begin, int end) const {
-    Base::template load_all<Inputs>(begin, end, source_from(begin));
-  }
-  __device__ __forceinline__ Source source_from(int begin) const {
-    return {*this, {*this, projections_, begin}, {*this, args_.step_inputs, begin}};
-  }
   template <class TileThread>
   __device__ void finish_tile(const TileThread&) const {}
-  int segment_;  // the thread's steps among those of its units
 
   __device__ void step(const Inputs& inputs, Results& results) {
     Saved saved;

@@ -378,6 +378,7 @@ class IndependentUnits {
   int first_step_;       // backward, the one of the thread's steps that is the row's first in the sequence
   int64_t stride_;       // from one step's row to the next in [N, H], if all steps have the batch
   int stage_steps_ = 0;  // UnitTiles
+  int segment_ = 0;      // in tiles: the thread's steps among those of its units
   CellInputs<Cell, A> in_[kUnits];
   A bias_[kUnits][at_least_one(kGates)] = {}, h_[kUnits] = {}, states_[kUnits][at_least_one(kStates)] = {};
 };

@@ -192,6 +192,14 @@ __device__ void pull_back(Units& units, int u, const Saved& saved,
   for (int i = kFirst; i < Units::kCarried; ++i) live[i - kFirst] = i == 0 ? grads.h : grad_states[i - 1];
 }
 
+// Calls step(n, inputs) for steps [begin, end), whose inputs have arrived.
+template <class Units, class Step>
+__device__ __forceinline__ void for_arrived(const Units& units, int begin, int end, Step&& step) {
+  using Inputs = typename Units::Inputs;
+  const typename Units::Source source(units, begin);
+  units.template run_steps_of_stage<Inputs>(source, begin, end - begin, /*stage=*/0, step);
+}
+
 // Reduces steps forward. A gradient of a new value with respect to an old one is a coefficient of the step.
 template <class Cell, typename T, int kUnits, bool kDense, int kBlockThreads>
 class ForwardMap : public IndependentForward<Cell, T, kUnits, kDense, kBlockThreads> {
@@ -201,7 +209,7 @@ class ForwardMap : public IndependentForward<Cell, T, kUnits, kDense, kBlockThre
   using Maps = StepCoefficients<typename Units::A, Units::kLive>[kUnits];
 
   __device__ __forceinline__ void reduce(int begin, int end, Maps& maps) {
-    Units::for_inputs(begin, end, [&](int, const typename Units::Inputs& inputs) {
+    for_arrived<Units>(*this, begin, end, [&](int, const typename Units::Inputs& inputs) {
       typename Units::Saved saved;
       Units::step(inputs, saved);
 #pragma unroll
@@ -226,7 +234,7 @@ class BackwardMap : public IndependentBackward<Cell, T, kUnits, kDense, kBlockTh
 
   __device__ __forceinline__ void reduce(int begin, int end, Maps& maps) {
     constexpr int kLive = Units::kLive;
-    Units::for_inputs(begin, end, [&](int, const typename Units::Inputs& inputs) {
+    for_arrived<Units>(*this, begin, end, [&](int, const typename Units::Inputs& inputs) {
       typename Units::Saved saved;
       CellGradients<Cell, typename Units::A> grads[kUnits];
       Units::widen_inputs(inputs, saved);
@@ -271,7 +279,7 @@ class TiledUnits : public Map {
     A h[kUnits] = {};
     State initial = {};
     if (count > 0) {
-      Map::load_steps(begin, end);
+      Map::template load_all<typename Map::Inputs>(begin, end, typename Map::Source(*this, begin));
       Map::load_carried();
       initial = state();
       if (begin == 0) copy_h(h, Map::h_);
@@ -284,7 +292,7 @@ class TiledUnits : public Map {
       if (begin < end) {
         set(before);
         if (kFirst > 0) copy_h(Map::h_, h);
-        Map::run_steps(begin, end);
+        run_steps(begin, end);
         if (end == count) Map::store_carried();
         return state();
       }
@@ -296,6 +304,15 @@ class TiledUnits : public Map {
   }
 
  private:
+  __device__ __forceinline__ void run_steps(int begin, int end) {
+    typename Map::Sink sink(*this, begin);
+    for_arrived<Units>(*this, begin, end, [&](int n, const typename Map::Inputs& inputs) {
+      typename Map::Results results;
+      Map::step(inputs, results);
+      sink.next(n);
+      sink.write(results);
+    });
+  }
   __device__ __forceinline__ static void copy_h(A (&to)[kUnits], const A (&from)[kUnits]) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) to[u] = from[u];
