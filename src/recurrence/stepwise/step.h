@@ -197,7 +197,7 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
   for (int i = 0; i < Cell::kStates; ++i) s.new_states[i * s.state_stride + at] = narrow<C>(states[i]);
   s.h[at] = narrow<T>(h);
   if (s.output && Cell::kRecurrent) s.output[at] = narrow<T>(h);
-  if (Cell::kRecurrent && Cell::kGates > 0 && !s.saved.data) return;
+  if (kGates > 0 && !s.saved.data) return;  // nothing is saved
   for (int g = 0; g < kGates; ++g) s.saved.at(b, g, j) = narrow<T>(saved[g]);
   if (!s.extra) return;
   for (int e = 0; e < kExtra; ++e) s.extra[(b * kExtra + e) * s.hidden + j] = narrow<T>(saved[kGates + e]);
