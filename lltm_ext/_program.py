@@ -67,6 +67,7 @@ def program_of(cell: RecurrentCell, struct: Struct, to_initial: bool) -> str:
         int(struct.wide_projections),
         int(to_initial),
         int(derived.runs_in_parallel),
+        int(derived.over_units),
     )
     program = program_text((cell.__name__, ",".join(map(str, numbers)), struct.source, *struct.instructions))
     CELLS[program] = cell, to_initial

@@ -71,7 +71,8 @@ def scriptable_layer(layer: Any, forward: Callable[..., Any]) -> nn.Module:
         if 0 < len(own_gates) < cell.gates:
             hh = f"expand_gates({hh}, {own_gates}, {cell.gates})"
         own = ", ".join(f"self.{name}{end}" for name in cell.parameters)
-        return f"{ih}, {hh}, {bias}, {f'torch.stack([{own}])' if own else 'None'}"
+        rows = f"torch.cat([{own}]).view({len(cell.declared.parameters)}, -1)" if own else "None"
+        return f"{ih}, {hh}, {bias}, {rows}"
 
     ends = ("", "_reverse")[: layer._directions]
     text = LAYER.format(

@@ -16,9 +16,11 @@ from lltm_ext.spike import spike
 __all__ = [
     "cfc",
     "cifg",
+    "dreamer_gru",
     "gru",
     "indrnn",
     "janet",
+    "layer_norm_lstm",
     "lif",
     "lltm",
     "lstm",
@@ -297,3 +299,47 @@ def cfc(x, u):
     f, g, a, b = x
     t = torch.sigmoid(a * u.time + b)
     return torch.tanh(f) * (1 - t) + torch.tanh(g) * t
+
+
+@recurrence(
+    gates=4,
+    separate=True,
+    states=("c",),
+    parameters={
+        "scale_ih": [1.0] * 4,
+        "scale_hh": [1.0] * 4,
+        "shift": [0.0] * 4,
+        "scale_c": 1.0,
+        "shift_c": 0.0,
+    },
+)
+def layer_norm_lstm(x, r, s, p, units):
+    """An LSTM with layer norms; gates input, forget, cell and output::
+
+        i, f, g, o = norm(W_ih x + b) * scale_ih + norm(W_hh h) * scale_hh + shift
+        c' = sigmoid(f) * c + sigmoid(i) * tanh(g)
+        h' = sigmoid(o) * tanh(norm(c') * scale_c + shift_c)
+
+    The first two norms are over all gates of a row, the last one over its units.
+
+    Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
+    """
+    of_input, of_h = units.layer_norm(x, p.scale_ih, p.shift), units.layer_norm(r, p.scale_hh)
+    i, f, g, o = (a + b for a, b in zip(of_input, of_h, strict=True))
+    c = torch.sigmoid(f) * s.c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(units.layer_norm(c, p.scale_c, p.shift_c)), (c,)
+
+
+@recurrence(gates=3, parameters={"scale": [1.0] * 3, "shift": [0.0] * 3})
+def dreamer_gru(x, h, p, units):
+    """DreamerV3's GRU with one norm over all gates of a row; gates reset, candidate and update::
+
+        r, n, z = norm(a) * scale + shift
+        z = sigmoid(z - 1)
+        h' = z * tanh(sigmoid(r) * n) + (1 - z) * h
+
+    Source: Hafner et al., "Mastering Diverse Domains through World Models", 2023.
+    """
+    reset, candidate, update = units.layer_norm(x, p.scale, p.shift, eps=1e-3)
+    update = torch.sigmoid(update - 1)
+    return update * torch.tanh(torch.sigmoid(reset) * candidate) + (1 - update) * h

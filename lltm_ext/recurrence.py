@@ -28,7 +28,14 @@ from lltm_ext._arguments import (
     hidden_of,
 )
 from lltm_ext._custom_cell import algorithm_of, of_each_unit, run_both_by_kernels, run_kernels, tracing_state
-from lltm_ext._formula.declaration import Declaration, arguments_of, check_names, is_name, written_function
+from lltm_ext._formula.declaration import (
+    Declaration,
+    arguments_of,
+    check_names,
+    is_name,
+    names_of_values,
+    written_function,
+)
 from lltm_ext._formula.derive import Derived, derive
 from lltm_ext._formula.graph import ancestors
 from lltm_ext._formula.local_functions import LocalFunction, function_of, parts_of
@@ -64,7 +71,7 @@ def recurrence(
     gates: int | None = None,
     separate: bool = False,
     states: Sequence[str] = (),
-    parameters: Sequence[str] | Mapping[str, float | None] = (),
+    parameters: Sequence[str] | Mapping[str, float | Sequence[float] | None] = (),
     inputs: Sequence[str] = (),
     recurrent: bool = True,
     output: str = "h",
@@ -86,20 +93,22 @@ def recurrence(
         output, h_n = gru(input, h0, weight_ih, weight_hh, bias, b_hn=b_hn)
         layer = lltm_ext.Recurrent(gru, input_size=64, hidden_size=256)
 
-    ======  ==================================================================================================
-    ``x``   a value for each gate: the input's product with weight_ih, plus the bias, plus the product of the
-            previous h with weight_hh. With ``separate`` the last one is not added, but in ``r``
-    ``r``   with ``separate``, for each gate the product of the previous h with weight_hh, which has no rows
-            for gates whose ``r`` the function does not read
-    ``h``   the unit's previous h
-    ``s``   its other states, by name (``s.c``) or position (``s[0]``)
-    ``p``   its parameters, likewise
-    ``u``   the step's own inputs, likewise, as numbers (0 or 1 for bool)
-    ======  ==================================================================================================
+    =========  ===============================================================================================
+    ``x``      a value for each gate: the input's product with weight_ih, plus the bias, plus the product of
+               the previous h with weight_hh. With ``separate`` the last one is not added, but in ``r``
+    ``r``      with ``separate``, for each gate the product of the previous h with weight_hh, which has no
+               rows for gates whose ``r`` the function does not read
+    ``h``      the unit's previous h
+    ``s``      its other states, by name (``s.c``) or position (``s[0]``)
+    ``p``      its parameters, likewise
+    ``u``      the step's own inputs, likewise, as numbers (0 or 1 for bool)
+    ``units``  what is computed over all units of a row, such as ``units.mean(v)`` and
+               ``units.layer_norm(x, p.weight)`` (:class:`~lltm_ext.recurrence.Units`)
+    =========  ===============================================================================================
 
     It returns the new h, or ``(new_h, (new states...))`` for a cell with states, by plain torch functions of
-    these values and of Python numbers. Each unit sees only its own values: the products with the weights are
-    the only exchange between units.
+    these values and of Python numbers. Each unit sees only its own values: the products with the weights and
+    ``units`` are the only exchange between units.
 
     What Python cannot say, a loop or a function of CUDA, can be given as text in CUDA C++ instead, with its
     derivative. Such a cell runs on CUDA only::
@@ -125,7 +134,8 @@ def recurrence(
         separate: whether the function sees the products with the input and with h apart.
         states: the names of the cell's states except h.
         parameters: the names of its parameters, each [H], with gradients. A mapping gives the number that
-            :class:`~lltm_ext.Recurrent` fills each one with at first; None: random as the weights.
+            :class:`~lltm_ext.Recurrent` fills each one with at first; None: random as the weights. A list of
+            n numbers makes a parameter of n values a unit, [n*H], which the function sees as a tuple.
         inputs: the names of its inputs of a step, such as masks or time gaps. Where one of a call requires a
             gradient, the cell runs with all of them as further gates, [T, B, H] each, which only the input
             feeds.
@@ -237,7 +247,7 @@ class RecurrentCell:
         gates: int,
         separate: bool,
         states: Sequence[str],
-        parameters: Sequence[str] | Mapping[str, float | None],
+        parameters: Sequence[str] | Mapping[str, float | Sequence[float] | None],
         inputs: Sequence[str],
         recurrent: bool,
         output: str,
@@ -270,9 +280,9 @@ class RecurrentCell:
         taken = (*RESERVED, *self.state_names)
         names = check_names(name, "parameters", parameters, taken)
         initial = parameters if isinstance(parameters, Mapping) else dict.fromkeys(names)
-        self.parameters: dict[str, float | None] = {p: initial[p] for p in names}
+        self.parameters: dict[str, float | Sequence[float] | None] = {p: initial[p] for p in names}
         self.inputs = check_names(name, "inputs", inputs, (*taken, *self.parameters))
-        named = (self.states, tuple(self.parameters), self.inputs)
+        named = (self.states, names_of_values(self.parameters), self.inputs)
         self._options = (gates, separate, states, parameters, inputs, recurrent, output)
         self.declared = Declaration(name, gates, self.separate, *named, self.recurrent, output)
         self.derived: Derived | SourceCell  # the struct in C++, and what its forward saves
@@ -442,7 +452,27 @@ class RecurrentCell:
             unknown = next(name for name in named if name not in known)
             expected = f"only the names {', '.join(known)}" if known else "no parameter or input of a step"
             raise TypeError(f"{self.__name__}: expected {expected}, got {unknown}")
-        return [named[p] for p in self.parameters], [named[u] for u in self.inputs]
+        return self.values_of_units(named), [named[u] for u in self.inputs]
+
+    def values_of_units(self, named: Mapping[str, Any]) -> list[Any]:
+        """The parameters in their order, those of several values [n*H] as n tensors [H]."""
+        found = []
+        for name, initial in self.parameters.items():
+            x, count = named[name], len(initial) if isinstance(initial, Sequence) else 0
+            if count == 0:
+                found.append(x)
+                continue
+            check_tensor(self.__name__, name, x)
+            if x.dim() != 1 or x.shape[0] % count != 0:
+                raise RuntimeError(
+                    f"{self.__name__}: expected {name} of shape [{count}*hidden_size], got {list(x.shape)}"
+                )
+            found += x.chunk(count)
+        return found
+
+    def widths(self) -> dict[str, int]:
+        """How many values of a unit each parameter has."""
+        return {p: len(x) if isinstance(x, Sequence) else 1 for p, x in self.parameters.items()}
 
     def step_like(self, x: Tensor) -> Step:
         """A step on whole tensors, by torch's functions, like that of the derived cell."""
@@ -508,7 +538,7 @@ class RecurrentCell:
         weight_hh = zeros(len(self.recurrent_gates) * hidden_size, hidden_size) if self.recurrent else None
         weights = (zeros(rows, 8), weight_hh, zeros(rows))
         weights = weights if self.gates else (None, None, None)  # type: ignore[assignment]
-        named: dict[str, Any] = {p: zeros(hidden_size) for p in self.parameters}
+        named: dict[str, Any] = {p: zeros(n * hidden_size) for p, n in self.widths().items()}
         hx = tuple(zeros(batch, hidden_size) for _ in self.state_names)
         # A single step has kernels of its own, as have many steps of few units without a product.
         for length in (1, 2) if self.recurrent else (1, 2, 128):
@@ -573,7 +603,7 @@ class RecurrentCell:
         hx = tuple(states) if self.states else states[0]
         args = (normal(length, batch, size), hx, normal(rows, size), weight_hh, normal(rows))
         args = args if self.gates else (None, hx)  # type: ignore[assignment]
-        named = {p: normal(hidden) for p in self.parameters}
+        named = {p: normal(n * hidden) for p, n in self.widths().items()}
         named |= {u: torch.sigmoid(normal(length, batch)) for u in self.inputs}
         return args, named
 
@@ -808,8 +838,8 @@ def check_call(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_to
     optional = {"weight_ih": weight_ih, "bias": bias, "bias_hh": bias_hh}
     tensors |= {argument: x for argument, x in optional.items() if x is not None}
     if isinstance(parameters, Tensor):
-        parameters = parameters.chunk(len(cell.parameters))
-    tensors |= zip(cell.parameters, parameters, strict=True)
+        parameters = parameters.chunk(len(cell.declared.parameters))
+    tensors |= zip(cell.declared.parameters, parameters, strict=True)
     for argument, x in ({"h0": states[0]} | tensors).items():
         check_like(name, argument, x, input, (input.dtype,))
     state_dtypes = (input.dtype, compute_dtype(input.dtype))
@@ -892,7 +922,7 @@ def check_shapes(
     for argument in ("bias", "bias_hh"):
         if argument in tensors:
             check(argument, tensors[argument], f"{meaning}]", rows)
-    for argument in cell.parameters:
+    for argument in cell.declared.parameters:
         check(argument, tensors[argument], "[hidden_size]", hidden)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -161,19 +162,24 @@ class Recurrent(CellLayer):
                 raise TypeError(f"{self._name}: expected {name} to be a Tensor, but it is missing")
 
     def _shapes(self, layer_input: int | None) -> dict[str, tuple[int, ...]]:
-        return super()._shapes(layer_input) | dict.fromkeys(self.cell.parameters, (self.hidden_size,))
+        own = {name: (n * self.hidden_size,) for name, n in self.cell.widths().items()}
+        return super()._shapes(layer_input) | own
 
     def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
         end = f"_l{layer}{('', '_reverse')[direction]}"
         *weights, _ = super()._weights_of(layer, direction)
-        return (*weights, [self._parameter(name + end) for name in self.cell.parameters])
+        own = {name: self._parameter(name + end) for name in self.cell.parameters}
+        return (*weights, self.cell.values_of_units(own))
 
     def reset_parameters(self) -> None:
         """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), or fills those whose number the cell gives."""
         init_uniform(self, self.hidden_size)
         for name, parameter in self.named_parameters():
             value = self.cell.parameters.get(name.rpartition("_l")[0])
-            if value is not None:
+            if isinstance(value, Sequence):
+                for x, part in zip(value, parameter.detach().chunk(len(value)), strict=True):
+                    part.fill_(x)
+            elif value is not None:
                 nn.init.constant_(parameter, value)
 
     def __prepare_scriptable__(self) -> nn.Module:

@@ -111,7 +111,7 @@ SIDES = {"rnn_relu": (8,), "indrnn": (8,), "lif": (4,), "slstm": (6, -6, 0, 0)}
 
 
 def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True, heads=1):
-    """A Call of input, states, weight_ih, weight_hh, bias, parameters. `steps`: [T, B], or [N] if packed."""
+    """A Call of input, states, weight_ih, weight_hh, bias, parameters' values. `steps`: [T, B], or [N] packed."""
     rows = cell.gates * hidden
     if cell.gates == 0:
         input_size, bias = 0, False
@@ -124,7 +124,7 @@ def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True, heads=
         sign = torch.tensor([1.0, -1.0]).repeat(hidden)[:hidden]
         biases += torch.outer(torch.tensor(SIDES[cell.__name__]), sign).flatten().to(biases)
         weight_hh = None if weight_hh is None else 0.4 * weight_hh
-    parameters = [make(hidden, scale=0.1) for _ in cell.parameters]  # larger peepholes are chaotic
+    parameters = [make(hidden, scale=0.1) for _ in cell.declared.parameters]  # larger peepholes are chaotic
     if cell.__name__ == "lif":  # smaller ones make the gradient of v0 subnormal in float16
         parameters = [p.abs() + 0.3 for p in parameters]
     return Call(make(*steps, input_size), states, weight_ih, weight_hh, biases, parameters)
@@ -136,8 +136,9 @@ def call_of(cell, make, length=5, batch=3, hidden=6, input_size=4, heads=1):
         cell, make, (length, batch), batch, hidden, input_size, heads=heads
     ).args
     hx = tuple(states) if cell.states else states[0]
-    input = input if cell.gates > 0 else None
-    return Call(input, hx, *weights, **dict(zip(cell.parameters, parameters, strict=True)))
+    input, values = input if cell.gates > 0 else None, iter(parameters)
+    named = {name: torch.cat([next(values) for _ in range(n)]) for name, n in cell.widths().items()}
+    return Call(input, hx, *weights, **named)
 
 
 # Some of these cells, given as text.

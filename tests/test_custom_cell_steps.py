@@ -74,6 +74,7 @@ lltm, lstm = (
 )
 OWN = (lltm, lstm, everything, without_product, nothing_saved, unused_projection, *WITH_OUTPUT.values())
 CELLS = {name: getattr(cells, name) for name in cells.__all__} | {cell.__name__: cell for cell in OWN}
+CELLS = {name: cell for name, cell in CELLS.items() if not cell.derived.over_units}  # no step of one unit
 COMPILED = [*CELLS.values(), unread_output]
 FEW = [cells.gru, cells.slstm, *OWN]
 WITH_EPISODES = [cells.rnn_tanh, *FEW]  # that are compiled with resets to initial states

@@ -527,7 +527,7 @@ REFUSALS = {
         "nested": (lambda x, s: ((x[0],), (s.c,)), r"return \(h, \(c,\)\), got a tuple of 2"),
         "condition": (lambda x, s: (x[0] > 0, (s.c,)), r"new h to be a number, got the condition"),
         "unpack": (lambda x: (lambda a: a)(*x), "takes 1 positional argument but 2"),
-        "argument": (lambda x, y: x[0], "a function of any of x, r, h, s, p, u, got the argument y"),
+        "argument": (lambda x, y: x[0], "a function of any of x, r, h, s, p, u, units, got the argument y"),
         "variadic": (lambda *x: x[0], r"got the argument \*x"),
     },
     ValueError: {

@@ -1,4 +1,4 @@
-"""The kernels of scan, and those of gemm without instructions of Hopper, on the CPU (tests/emulation)."""
+"""The kernels of scan, of gemm without instructions of Hopper, and of steps of rows, on the CPU."""
 
 import subprocess
 
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.compiles
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("op", ["gemm", "scan"])
+@pytest.mark.parametrize("op", ["gemm", "rows", "scan"])
 def test_the_kernels_compute_what_a_loop_does_in_every_layout(op, tmp_path):
     program = tmp_path / op
     includes = [f"-I{path}" for path in (EMULATION, ROOT / "src")]  # the emulation replaces some headers

@@ -26,7 +26,9 @@ FLAGS = ("-std=c++17", "-Og", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
 AS_MINGRU = {"minlstm", "qrnn", "rg_lru", "sru"}
 AS_OTHERS = {"cifg", "janet", "lltm", "lstm", "peephole_lstm", "rnn_relu", "ugrnn"}
 FROM_PYTHON = {
-    name: cell for name, cell in EXAMPLES.items() if name not in {*SURROGATES, *AS_MINGRU, *AS_OTHERS}
+    name: cell
+    for name, cell in EXAMPLES.items()
+    if name not in {*SURROGATES, *AS_MINGRU, *AS_OTHERS} and not cell.derived.over_units
 }
 FROM_PYTHON |= MIXING | {"growing": growing}
 # The package's own cells are written by hand.

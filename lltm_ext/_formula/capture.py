@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lltm_ext._formula.declaration import Declaration, arguments_of, call, written_function
 from lltm_ext._formula.graph import (
+    CONSTANT,
     Graph,
     Node,
     Operand,
@@ -41,6 +42,7 @@ from lltm_ext._formula.graph import (
     trunc,
     where,
 )
+from lltm_ext._formula.units import Units
 
 _thread = threading.local()
 
@@ -82,6 +84,16 @@ class Tracer(TorchDispatchMode):
     def straight_through(self, step: Tensor, curve: Tensor) -> Tensor:
         """The values of ``step`` with the gradient of ``curve``."""
         return self.tensor(make("straight_through", self.node(step), self.node(curve)))
+
+    def over_units(self, op: str, x: Tensor) -> Tensor:
+        """The node of an op over all units of a row."""
+        node = self.graph.number(self.node(x))
+        if node.op == CONSTANT:
+            raise RuntimeError(
+                f"calls units.{op.removeprefix('units_')} on the number {node!r}, which all units share; it "
+                "takes a value that is computed from the arguments"
+            )
+        return self.tensor(make(op, node))
 
     def node(self, x: Tensor) -> Node:
         if id(x) not in self._nodes:
@@ -197,7 +209,8 @@ REASONS = (
         "(mean|sum|prod|max|min|amax|amin|norm|linalg_.*|var|std|var_mean|logsumexp|any|all|cum.*|argm.*|sort|topk"
         "|_?(log_)?softmax|.*(layer|group|batch|rms)_norm|cat|stack)(_.*)?",
         f"a reduction over units or values side by side; {ONE_UNIT}, so combine values by +, *, "
-        "torch.maximum, and normalise the layer's input or output outside the cell",
+        "torch.maximum, and write units.mean(v), units.layer_norm(v) and so on, with the argument units, for "
+        "what is over all units of a row",
     ),
     (
         "(.*mm|.*mv|dot|vdot|matmul|einsum|.*conv.*|linear|bilinear|outer)",
@@ -417,7 +430,7 @@ def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
     }
     leaves |= {"h": [graph.leaf("h")]} | ({} if declared.separate else {"r": []})
     values: dict[str, Any] = {argument: [mode.tensor(x) for x in nodes] for argument, nodes in leaves.items()}
-    values["h"] = values["h"][0]
+    values |= {"h": values["h"][0], "units": Units(mode.over_units)}
     try:
         with torch.inference_mode(False), torch.enable_grad(), mode:
             h, states = call(function, declared, taken, values)

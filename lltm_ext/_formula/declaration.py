@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-ARGUMENTS = ("x", "r", "h", "s", "p", "u")  # what a cell's function may take
+ARGUMENTS = ("x", "r", "h", "s", "p", "u", "units")  # what a cell's function may take
 OPTIONS = {"s": "states", "p": "parameters", "u": "inputs"}  # the options that name the values of these
 
 
@@ -22,7 +22,7 @@ class Declaration(NamedTuple):
     gates: int
     separate: bool = False
     states: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()  # of a unit: those of a parameter of several values are b[0], b[1], ...
     inputs: tuple[str, ...] = ()
     recurrent: bool = True
     output: str = "h"
@@ -56,6 +56,24 @@ def check_names(cell: str, what: str, names: Any, taken: Sequence[str]) -> tuple
         if name in taken or name in tuple(names)[:i]:
             raise ValueError(f"{cell}: expected {what} without the name {name!r}, which is taken")
     return tuple(names)
+
+
+def names_of_values(parameters: Mapping[str, float | Sequence[float] | None]) -> tuple[str, ...]:
+    """A name for each value of a unit."""
+    return tuple(
+        name if not isinstance(x, Sequence) else f"{name}[{i}]"
+        for name, x in parameters.items()
+        for i in range(len(x) if isinstance(x, Sequence) else 1)
+    )
+
+
+def by_parameter(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
+    """The values of a unit by the parameter's name, several of one parameter as a tuple."""
+    found: dict[str, Any] = {}
+    for name, value in zip(names, values, strict=True):
+        parameter, bracket, _ = name.partition("[")
+        found[parameter] = (*found.get(parameter, ()), value) if bracket else value
+    return found
 
 
 class Values:
@@ -111,7 +129,7 @@ def written_function(function: Any) -> Any:
 
 
 def arguments_of(function: Callable[..., Any], declared: Declaration) -> tuple[str, ...]:
-    """Which of x, r, h, s, p and u the function takes. Others need defaults, which are constants."""
+    """Which of ARGUMENTS the function takes. Others need defaults, which are constants."""
     taken = []
     for name, parameter in inspect.signature(function).parameters.items():
         if name in ARGUMENTS and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -135,11 +153,16 @@ def call(
 
     Args:
         taken: the function's arguments, as arguments_of gives them.
-        values: the previous h, and sequences of tensors for x, r, s, p and u: those that represent nodes in a
-            capture, whole tensors on the CPU.
+        values: the previous h, the operations over units, and for x, r, s, p and u sequences of tensors that
+            represent nodes.
     """
+    parameters = by_parameter(declared.parameters, values["p"])
     arguments = {
-        name: values[name] if name == "h" else Values(name, declared.names(name), values[name])
+        name: values[name]
+        if name in ("h", "units")
+        else Values("p", tuple(parameters), tuple(parameters.values()))
+        if name == "p"
+        else Values(name, declared.names(name), values[name])
         for name in taken
     }
     result = function(**arguments)

@@ -28,6 +28,7 @@ from lltm_ext._formula.graph import (
     LEAF,
     NEVER,
     OPS,
+    OVER_UNITS,
     SAVED,
     Node,
     Tape,
@@ -221,7 +222,13 @@ class Derived:
         }
         self._results = [node for nodes in self.gradients.values() for node in nodes]
         self._nodes = CellNodes(
-            declaration, self.leaves, self.outputs, self.cotangents, self.gradients, self.reads_h
+            declaration,
+            self.leaves,
+            self.outputs,
+            self.cotangents,
+            self.gradients,
+            self.reads_h,
+            self.over_units,
         )
         self.saved, self.wide = self._choose_saved()
         self.struct = self._emit(self.saved)
@@ -279,8 +286,15 @@ class Derived:
         return self.leaves["h"][0] in ancestors([*self.outputs, *self._results])
 
     @property
+    def over_units(self) -> bool:
+        """Whether something of the cell is computed over all units of a row."""
+        return any(node.op in OVER_UNITS for node in ancestors([*self.outputs, *self._results]))
+
+    @property
     def zeros_stay(self) -> bool:
         """Whether a unit stays zero whose inputs, states and parameters are, and so do its gradients."""
+        if self.over_units:
+            return False
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
         values = {argument: [zero] * len(nodes) for argument, nodes in self.leaves.items()}
         outputs, saved = self.forward(values)
@@ -305,6 +319,8 @@ class Derived:
         constants, arguments = self._step.constants(x), [k for k, nodes in self.leaves.items() if nodes]
 
         def step(values: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
+            if self.over_units and values["u"]:  # one number of a row counts as often as it has units
+                values = {**values, "u": [u.expand_as(values["h"][0]) for u in values["u"]]}
             return self._step.run([x for argument in arguments for x in values[argument]], constants)
 
         return step

@@ -18,7 +18,7 @@ struct Cell {{
   static constexpr int kParameters = {parameters}, kStepInputs = {inputs};
   static constexpr bool kRecurrent = {recurrent}, kSeparate = {separate}, kReadsH = {reads_h};
   static constexpr int kOutputState = {output_state};  // -1: h
-  static constexpr bool kWideProjections = {wide}, kBackwardReadsH = {backward_reads_h};
+  static constexpr bool kWideProjections = {wide}, kBackwardReadsH = {backward_reads_h};{over_units}
   LLTM_HOST_DEVICE static constexpr bool backward_reads(int gate) {{ return {backward_reads}; }}
 
   template <typename Math, typename A>
@@ -140,6 +140,7 @@ class CellNodes(NamedTuple):
     cotangents: Sequence[Node]
     gradients: Mapping[str, Sequence[Node]]
     reads_h: bool
+    over_units: bool
 
     @property
     def free(self) -> str:
@@ -225,6 +226,7 @@ def emit(
         wide_projections,
         [g for g, node in enumerate(leaves["x"]) if node in read],
         leaves["h"][0] in read,
+        cell.over_units,
     )
 
 
@@ -239,6 +241,7 @@ def struct_of(
     wide_projections: bool = False,
     backward_reads: Sequence[int] = (),
     backward_reads_h: bool = False,
+    over_units: bool = False,
 ) -> Struct:
     """Writes the struct with the lines of its two functions. `saved` describes the `saves` numbers."""
     source = STRUCT.format(
@@ -257,6 +260,7 @@ def struct_of(
         wide=flag(wide_projections),
         backward_reads=" || ".join(f"gate == {g}" for g in backward_reads) or "false",
         backward_reads_h=flag(backward_reads_h),
+        over_units="\n  static constexpr bool kOverUnits = true;" if over_units else "",
         state_array=max(len(declared.states), 1),
         saved_array=max(saves, 1),
         forward=indented(forward),

@@ -95,7 +95,7 @@ class Node:
         if self.label:
             return self.label
         args = [arg.expression(depth - 1) if depth > 1 else "..." for arg in self.args]
-        text = OPS[self.op].text.replace("Math::", "")
+        text = OPS[self.op].text.replace("Math::", "").replace("in.", "")
         if text.startswith(("{", "-", "!")):  # an operator: its arguments may need parentheses
             args = [f"({arg})" if " " in arg and not arg.endswith(")") else arg for arg in args]
         return text.format(*args)
@@ -131,7 +131,7 @@ class Graph:
             args[1:] = [self.number(x) for x in args[1:]]
         if op in COMMUTATIVE:  # constants last
             args.sort(key=lambda x: (x.op == CONSTANT, x.index))
-        if all(x.op == CONSTANT for x in args):
+        if op not in OVER_UNITS and all(x.op == CONSTANT for x in args):
             return self.constant(OPS[op].torch(*(scalar(x.value) for x in args)).item())
         return simplified(op, args) or self._node(op, tuple(args))
 
@@ -240,6 +240,11 @@ def straight_through(step: Tensor, curve: Tensor) -> Tensor:
     return step + torch.where(difference == 0, difference, 0)
 
 
+def units_max_gradient(g: Node, y: Node, x: Node) -> tuple[Node]:
+    is_largest = equal(x, y)
+    return (where(is_largest, make("units_sum", g) / make("units_sum", where(is_largest, 1.0, 0.0)), 0.0),)
+
+
 def softplus_of(x: Tensor) -> Tensor:
     return -F.logsigmoid(-x)  # F.softplus is linear from 20 on
 
@@ -315,7 +320,40 @@ OPS = {
     "erf": Op(
         "Math::erf({0})", torch.erf, lambda g, y, x: (g * (2 / math.sqrt(math.pi) * exp(-(x * x))),), NEVER
     ),
+    # Over all units of a row. Each unit has the result, and so a gradient of its own, which add up.
+    "units_sum": Op(
+        "in.units.sum({0})",
+        lambda x: x.sum(-1, keepdim=True).expand_as(x),
+        lambda g, y, x: (make("units_sum", g),),
+        NEVER,
+    ),
+    "units_mean": Op(
+        "in.units.mean({0})",
+        lambda x: x.mean(-1, keepdim=True).expand_as(x),
+        lambda g, y, x: (make("units_mean", g),),
+        NEVER,
+    ),
+    "units_max": Op(
+        "in.units.max({0})",
+        lambda x: x.amax(-1, keepdim=True).expand_as(x),
+        units_max_gradient,
+        NEVER,
+    ),
+    # Of the units up to this one, and from this one on.
+    "units_cumsum": Op(
+        "in.units.cumsum({0})",
+        lambda x: x.cumsum(-1),
+        lambda g, y, x: (make("units_cumsum_back", g),),
+        NEVER,
+    ),
+    "units_cumsum_back": Op(
+        "in.units.cumsum_back({0})",
+        lambda x: x.flip(-1).cumsum(-1).flip(-1),
+        lambda g, y, x: (make("units_cumsum", g),),
+        NEVER,
+    ),
 }
+OVER_UNITS = [name for name in OPS if name.startswith("units_")]
 
 
 def ancestors(targets: Iterable[Node], known: Iterable[Node] = ()) -> list[Node]:

@@ -62,6 +62,7 @@ class SourceCell:
         saved, saved_names: the names of the values that forward saves.
         reads_h: whether forward names h.
         zeros_stay, runs_in_parallel: False, because nobody knows.
+        over_units: False; a text has one unit.
         struct, half_struct: the C++ struct, the same for all dtypes.
 
     Raises:
@@ -69,7 +70,7 @@ class SourceCell:
         ValueError: for names that have another meaning in the text, or values that it lacks.
     """
 
-    zeros_stay = runs_in_parallel = False
+    zeros_stay = runs_in_parallel = over_units = False
 
     def __init__(self, declared: Declaration, text: CudaSource):
         check(declared, text)
@@ -145,6 +146,8 @@ def check(declared: Declaration, text: CudaSource) -> None:
     texts = {"forward": text.forward} | ({} if text.backward is None else {"backward": text.backward})
     for what, body in texts.items():
         check_text(name, what, body)
+    if several := [x for x in parameters if "[" in x]:
+        raise ValueError(f"{name}: expected one number for the parameter {several[0][:-3]}, got several")
     results = [f"new_{s}" for s in ("h", *states)]
     gradients = [f"grad_{x}" for x in ("x", "r", "h", *states, *parameters, *results)]
     taken = ("T", "Math", "x", "r", *gradients)

@@ -36,6 +36,8 @@ LLTM_EMBED(look_back_cuh, "scan/look_back.cuh");
 LLTM_EMBED(tile_states_cuh, "scan/tile_states.cuh");
 LLTM_EMBED(step_h, "recurrence/stepwise/step.h");
 LLTM_EMBED(pointwise_cuh, "recurrence/stepwise/pointwise.cuh");
+LLTM_EMBED(rows_h, "recurrence/stepwise/rows.h");
+LLTM_EMBED(rows_cuh, "recurrence/stepwise/rows.cuh");
 LLTM_EMBED(reduce_cuh, "common/reduce.cuh");
 LLTM_EMBED(single_step_h, "recurrence/stepwise/single_step.h");
 LLTM_EMBED(single_step_cuh, "recurrence/stepwise/single_step.cuh");
@@ -85,6 +87,8 @@ const std::vector<Header> kHeaders = {
     unit_tiles_cuh,
     step_h,
     pointwise_cuh,
+    rows_h,
+    rows_cuh,
     fused_shape_h,
     fused_arguments_h,
     fused_hopper_cuh,

@@ -17,7 +17,7 @@ constexpr size_t kMostWords = 1 << 14;
 const std::unordered_map<std::string, Formula::Op>& ops() {
   static const auto& known = *new std::unordered_map<std::string, Formula::Op>{
 #define LLTM_FORMULA_OP(name, text) {#name, Formula::Op::k_##name},
-      LLTM_FORMULA_OPS(LLTM_FORMULA_OP)
+      LLTM_FORMULA_OPS(LLTM_FORMULA_OP) LLTM_FORMULA_ROW_OPS(LLTM_FORMULA_OP)
 #undef LLTM_FORMULA_OP
   };
   return known;

@@ -65,12 +65,20 @@ namespace lltm_ext {
   OP(float16, rounded<c10::Half>(a))                     \
   OP(bfloat16, rounded<c10::BFloat16>(a))
 
+// Ops of a value `a` of all n units of a row: f(a, n, to).
+#define LLTM_FORMULA_ROW_OPS(OP)  \
+  OP(units_sum, set_to_sum)       \
+  OP(units_mean, set_to_mean)     \
+  OP(units_max, set_to_largest)   \
+  OP(units_cumsum, set_to_cumsum) \
+  OP(units_cumsum_back, set_to_cumsum_back)
+
 // One list of instructions. Values are in slots, each a block of units.
 class Formula {
  public:
   enum class Op : uint8_t {
 #define LLTM_FORMULA_OP(name, text) k_##name,
-    LLTM_FORMULA_OPS(LLTM_FORMULA_OP)
+    LLTM_FORMULA_OPS(LLTM_FORMULA_OP) LLTM_FORMULA_ROW_OPS(LLTM_FORMULA_OP)
 #undef LLTM_FORMULA_OP
   };
   struct Instruction {

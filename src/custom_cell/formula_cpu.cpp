@@ -1,5 +1,6 @@
 // Interprets the formulas of a cell for a step on the CPU (formula.h). Each instruction is a loop over a
-// block of units, which the compiler vectorises; blocks are distributed over threads.
+// block of units, which the compiler vectorises; blocks are distributed over threads. A block has some units
+// of all rows or, if a cell reads values over all units of its row, these.
 //
 // No code here looks at floating-point exceptions or errno, so selections need no branch. Copies and zeros of
 // a row are loops: calls of memmove and memset would take longer for so few bytes.
@@ -73,36 +74,79 @@ A rounded(A value) {
 }
 
 template <typename A>
+A sum_of(const A* x, int n) {
+  constexpr int kLanes = 16;
+  A parts[kLanes] = {}, sum = 0;
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int k = 0; k < kLanes; ++k) parts[k] += x[i + k];
+  }
+  for (; i < n; ++i) parts[0] += x[i];
+  for (const A part : parts) sum += part;
+  return sum;
+}
+template <typename A>
+void fill(A value, int n, A* to) {
+  for (int i = 0; i < n; ++i) to[i] = value;
+}
+template <typename A>
+void set_to_sum(const A* x, int n, A* to) {
+  fill(sum_of(x, n), n, to);
+}
+template <typename A>
+void set_to_mean(const A* x, int n, A* to) {
+  fill(sum_of(x, n) / static_cast<A>(n), n, to);
+}
+template <typename A>
+void set_to_largest(const A* x, int n, A* to) {
+  A largest = x[0];
+  for (int i = 1; i < n; ++i) largest = maximum(largest, x[i]);
+  fill(largest, n, to);
+}
+template <typename A>
+void set_to_cumsum(const A* x, int n, A* to) {
+  A sum = 0;
+  for (int i = 0; i < n; ++i) to[i] = sum += x[i];
+}
+template <typename A>
+void set_to_cumsum_back(const A* x, int n, A* to) {
+  A sum = 0;
+  for (int i = n - 1; i >= 0; --i) to[i] = sum += x[i];
+}
+
+template <typename A>
 using MathOf = std::conditional_t<std::is_same_v<A, float>, FloatMath, ExactMath>;
 
-// The memory of a thread for the slots of a formula, with the numbers in theirs. Formulas are never freed.
+// The memory of a thread for the slots of a formula, each of `width` units, with the numbers in theirs.
+// Formulas are never freed.
 template <typename A>
 class Workspace {
  public:
-  A* of(const Formula& formula) {
-    if (&formula != formula_) {
-      memory_.resize(std::max<size_t>(memory_.size(), formula.slots * kBlock));
+  A* of(const Formula& formula, int64_t width) {
+    if (&formula != formula_ || width != width_) {
+      memory_.resize(std::max<size_t>(memory_.size(), formula.slots * width));
       for (const auto& [value, slot] : formula.constants) {
-        std::fill_n(memory_.data() + slot * kBlock, kBlock, static_cast<A>(value));
+        std::fill_n(memory_.data() + slot * width, width, static_cast<A>(value));
       }
-      formula_ = &formula;
+      formula_ = &formula, width_ = width;
     }
     return memory_.data();
   }
 
  private:
   const Formula* formula_ = nullptr;
+  int64_t width_ = 0;
   std::vector<A> memory_;
 };
 
-// The values of n units from unit `first` of all B * H on.
+// The values of n units from unit `first` of all B * H on, in slots of `width` units.
 template <typename A>
 class Block {
  public:
-  Block(A* memory, int64_t hidden, int64_t first, int n, const Formula& formula)
-      : formula_(formula), memory_(memory), hidden_(hidden), first_(first), n_(n) {}
+  Block(A* memory, int64_t width, int64_t hidden, int64_t first, int n, const Formula& formula)
+      : formula_(formula), memory_(memory), width_(width), hidden_(hidden), first_(first), n_(n) {}
 
-  A* slot(int i) const { return memory_ + i * kBlock; }
+  A* slot(int i) const { return memory_ + i * width_; }
 
   // Calls f(i, row, unit, n) for the parts of the block that are of one row: n units from place i of the
   // block.
@@ -134,6 +178,12 @@ class Block {
     break;
         LLTM_FORMULA_OPS(LLTM_FORMULA_CASE)
 #undef LLTM_FORMULA_CASE
+#define LLTM_FORMULA_CASE(name, f) \
+  case Op::k_##name:               \
+    f(from_a, n_, to);             \
+    break;
+        LLTM_FORMULA_ROW_OPS(LLTM_FORMULA_CASE)
+#undef LLTM_FORMULA_CASE
       }
     }
   }
@@ -141,6 +191,7 @@ class Block {
  private:
   const Formula& formula_;
   A* const memory_;
+  const int64_t width_;
   const int64_t hidden_;
   const int64_t first_;
   const int n_;
@@ -337,11 +388,17 @@ void run_block(const Formula& formula, const CellShape& shape, const StepBackwar
 
 template <typename A, class Step>
 void run(const Formula& formula, const CellShape& shape, const Step& step) {
-  const auto blocks = [&](int64_t, int64_t first, int n) {
+  const int64_t hidden = step.hidden, width = shape.over_units ? hidden : kBlock;
+  const auto blocks = [&](int64_t row, int64_t unit, int n) {
     static thread_local Workspace<A> workspace;
-    run_block(formula, shape, step, Block<A>(workspace.of(formula), step.hidden, first, n, formula));
+    A* const memory = workspace.of(formula, width);
+    run_block(formula, shape, step, Block<A>(memory, width, hidden, row * hidden + unit, n, formula));
   };
-  step_cpu::for_each_block<A>(1, step.batch * step.hidden, blocks);
+  if (shape.over_units) {
+    step_cpu::for_each_row<A>(step.batch, hidden, blocks);
+  } else {
+    step_cpu::for_each_block<A>(1, step.batch * hidden, blocks);
+  }
 }
 
 }  // namespace

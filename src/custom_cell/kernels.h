@@ -5,6 +5,7 @@
 #include "custom_cell/program.h"
 #include "recurrence/persistent/launch.h"
 #include "recurrence/plan.h"
+#include "recurrence/stepwise/rows.h"
 #include "recurrence/stepwise/single_step.h"
 #include "recurrence/stepwise/step.h"
 
@@ -199,16 +200,31 @@ class CellOp {
     DeviceInfo device;
     const cudaError_t error = device_info(device);
     if (error != cudaSuccess) return error;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    const bool is_hopper = device.compute_capability >= 90;
+    RowOfThreads row = {};
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(pointwise_blocks(step.batch, step.hidden));
     config.blockDim = dim3(kPointwiseThreads);
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = device.compute_capability >= 90 ? 1 : 0;
-    const void* arguments[] = {&step};
+    config.attrs = attributes;
+    config.numAttrs = is_hopper ? 1 : 0;
+    if (shape().over_units) {
+      row = row_of_threads(step.hidden, is_hopper);
+      TORCH_CHECK(row.blocks > 0, name(), ": expected a hidden_size that is at most ", kMostRowThreads,
+                  is_hopper ? ", or a multiple of 2 to 8 that is at most so many times that" : "",
+                  " on this GPU, because units read values over all units of their row, got ", step.hidden);
+      config.gridDim = dim3(static_cast<unsigned>(step.batch * row.blocks));
+      config.blockDim = dim3(row.threads);
+      if (row.blocks > 1) {
+        attributes[1].id = cudaLaunchAttributeClusterDimension;
+        attributes[1].val.clusterDim = {static_cast<unsigned>(row.blocks), 1, 1};
+        config.numAttrs = 2;
+      }
+    }
+    const void* arguments[] = {&step, &row};  // only the kernel of rows takes the second
     return cudaLaunchKernelExC(&config, kernel, const_cast<void**>(arguments));
   }
 #endif

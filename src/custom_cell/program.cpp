@@ -35,7 +35,7 @@ struct KernelText {
   std::string header, parameters, bounds, call;
 };
 
-KernelText text_of(const CellKernel& kernel) {
+KernelText text_of(const CellKernel& kernel, const CellShape& shape) {
   const char* const direction = kernel.backward ? "Backward" : "Forward";
   if (kernel.is_fused_step()) {
     const std::string body = c10::str("hopper::FusedStepKernel<hopper::Fused", direction, "Step<Cell, T, ",
@@ -86,6 +86,11 @@ KernelText text_of(const CellKernel& kernel) {
     return {"stepwise/single_step.cuh", "const __grid_constant__ SingleStepArguments<T> arguments",
             "kSingleStepThreads", c10::str("run_single_step<", step, ">(arguments)")};
   }
+  if (shape.over_units) {
+    return {"stepwise/rows.cuh",
+            c10::str("const Step", direction, "Arguments<T> step, const RowOfThreads row"), "kMostRowThreads",
+            "__shared__ RowOfUnits<acc_t<T>>::Memory memory;\n  run_rows<Cell, T>(step, row, memory)"};
+  }
   return {"stepwise/pointwise.cuh", c10::str("const Step", direction, "Arguments<T> step"),
           "kPointwiseThreads", "run_pointwise<Cell>(step)"};
 }
@@ -111,7 +116,7 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
   const Strings fields = fields_of(text);
   const bool has_formulas = fields.size() == 5;
   const Strings numbers = fields.size() == 3 || has_formulas ? split(fields[1], ',') : Strings();
-  TORCH_CHECK_VALUE(numbers.size() >= 10 && numbers.size() <= 13,
+  TORCH_CHECK_VALUE(numbers.size() >= 10 && numbers.size() <= 14,
                     "custom_cell: expected a program as lltm_ext.recurrence writes it, got ", fields.size(),
                     " fields");
   name = fields[0];
@@ -129,7 +134,8 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
            n(8, /*least=*/-1),
            numbers.size() > 10 && n(10) != 0,
            numbers.size() > 11 && n(11) != 0,
-           numbers.size() > 12 && n(12) != 0};
+           numbers.size() > 12 && n(12) != 0,
+           numbers.size() > 13 && n(13) != 0};
   zeros_stay = n(9) != 0;
   if (has_formulas) {
     formulas = std::make_unique<const CellFormulas>(
@@ -162,7 +168,7 @@ std::string CellProgram::source(const CellKernel& kernel) const {
   const std::string& reset = kernel.reset;
   TORCH_CHECK_VALUE(reset.empty() || reset == "bool" || reset == "float", name,
                     ": expected reset to be '', 'bool' or 'float', got '", reset, "'");
-  const KernelText text = text_of(kernel);
+  const KernelText text = text_of(kernel, shape);
   return c10::str(
       "#include \"recurrence/", text.header, "\"\n\nnamespace lltm_ext {\n\n", code,
       shape.resets_to_initial ? "\ntemplate <>\nconstexpr bool kResetsToInitial<Cell> = true;\n" : "",

@@ -2,8 +2,8 @@
 // that is compiled with the package, or the text of another one. The text has three fields
 // (common/runtime/text.h): the cell's name; numbers, separated by commas; the C++ of its struct `Cell`
 // (recurrence/cell.h). The numbers are those of its CellShape except `wide`; then 1 if a unit of zeros stays
-// so, forward and backward, else 0; then `wide`, `resets_to_initial` and `affine`, which programs of version
-// 0.3 lack.
+// so, forward and backward, else 0; then `wide`, `resets_to_initial`, `affine` and `over_units`, which
+// programs of version 0.3 lack.
 // Two more fields have the formulas forward and backward for the CPU (formula.h); programs of version 0.3 and
 // cells in C++ lack them.
 #pragma once

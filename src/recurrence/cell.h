@@ -42,6 +42,7 @@ struct CellShape {
   bool wide;               // whether the projections of half types are in float32
   bool resets_to_initial;  // whether a reset leads to the initial h and states, not to zeros
   bool affine;             // whether the new h, if the cell reads h, and states are affine in the old ones
+  bool over_units;         // whether a unit reads values over all units of its row, such as their mean
 
   // Planes of gates that forward keeps for backward: saved values or, without a product, the projections.
   constexpr int kept_gates() const { return recurrent && wide ? 0 : gates; }
@@ -64,6 +65,12 @@ struct CellDefaults {
   static constexpr bool kBackwardReadsH = false;
 };
 
+// Whether a cell sets kOverUnits: its functions read values over all units of a row, by CellInputs::units.
+template <class Cell, class = void>
+constexpr bool kIsOverUnits = false;
+template <class Cell>
+constexpr bool kIsOverUnits<Cell, decltype(void(Cell::kOverUnits))> = Cell::kOverUnits;
+
 // Whether a cell sets kWideProjections. A cell that decides by a comparison does: rounded projections would
 // take other branches than those of float32.
 template <class Cell, class = void>
@@ -83,16 +90,21 @@ template <class Cell>
 constexpr bool kIsAffine = false;
 
 template <class Cell>
-constexpr CellShape kCellShape = {Cell::kGates,      Cell::kStates,          Cell::kSaved,
-                                  Cell::kParameters, Cell::kStepInputs,      Cell::kRecurrent,
-                                  Cell::kSeparate,   Cell::kReadsH,          Cell::kOutputState,
-                                  kIsWide<Cell>,     kResetsToInitial<Cell>, kIsAffine<Cell>};
+constexpr CellShape kCellShape = {
+    Cell::kGates,           Cell::kStates,   Cell::kSaved,      Cell::kParameters,  Cell::kStepInputs,
+    Cell::kRecurrent,       Cell::kSeparate, Cell::kReadsH,     Cell::kOutputState, kIsWide<Cell>,
+    kResetsToInitial<Cell>, kIsAffine<Cell>, kIsOverUnits<Cell>};
 
 // The type of a cell's projections in memory.
 template <class Cell, typename T>
 using projection_t = typename Conditional<kIsWide<Cell>, acc_t<T>, T>::type;
 
 constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
+
+// The units of a row together (stepwise/rows.cuh).
+template <typename A>
+class RowOfUnits;
+struct NoUnits {};
 
 template <class Cell, typename A>
 struct CellInputs {
@@ -101,6 +113,7 @@ struct CellInputs {
   A h;                                                    // the previous h, if kReadsH
   A parameters[at_least_one(Cell::kParameters)];
   A steps[at_least_one(Cell::kStepInputs)];
+  typename Conditional<kIsOverUnits<Cell>, RowOfUnits<A>, NoUnits>::type units;
 };
 
 // The gradients of the members of CellInputs.

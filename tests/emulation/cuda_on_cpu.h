@@ -314,6 +314,11 @@ inline void run(const Grid& grid, std::function<void()> kernel) {
 
 inline int lane() { return threadIdx.x % kWarpThreads; }
 inline Warp& current_warp() { return current_block().warps[threadIdx.x / kWarpThreads]; }
+// The last warp of a block may have fewer threads.
+inline int current_warp_threads() {
+  const int first = static_cast<int>(threadIdx.x) / kWarpThreads * kWarpThreads;
+  return std::min(kWarpThreads, launch->grid.block_threads - first);
+}
 
 // What all lanes have passed.
 template <class V>
@@ -326,7 +331,7 @@ class WarpValues {
     slots_ = warp.slots[fiber.odd_exchange];
     static_assert(sizeof(V) <= sizeof(slots_[0]));
     std::memcpy(slots_[lane()], &mine, sizeof(V));
-    warp.barrier.wait(kWarpThreads);
+    warp.barrier.wait(current_warp_threads());
   }
   V of(int lane) const {
     V value;
@@ -360,7 +365,7 @@ inline int __syncthreads_or(int predicate) {
 }
 inline int __syncthreads_and(int predicate) { return !__syncthreads_or(!predicate); }
 inline void __nanosleep(unsigned) {}
-inline void __syncwarp() { cuda_on_cpu::current_warp().barrier.wait(cuda_on_cpu::kWarpThreads); }
+inline void __syncwarp() { cuda_on_cpu::current_warp().barrier.wait(cuda_on_cpu::current_warp_threads()); }
 
 template <class V>
 V __shfl_xor_sync(unsigned, V value, int mask) {
@@ -377,6 +382,12 @@ template <class V>
 V __shfl_up_sync(unsigned, V value, int lanes) {
   const int lane = cuda_on_cpu::lane();
   return cuda_on_cpu::WarpValues<V>(value).of(lane < lanes ? lane : lane - lanes);
+}
+// The last `lanes` lanes keep theirs.
+template <class V>
+V __shfl_down_sync(unsigned, V value, int lanes) {
+  const int from = cuda_on_cpu::lane() + lanes;
+  return cuda_on_cpu::WarpValues<V>(value).of(from < cuda_on_cpu::kWarpThreads ? from : from - lanes);
 }
 
 inline int __all_sync(unsigned, bool predicate) {

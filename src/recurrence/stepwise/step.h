@@ -210,11 +210,11 @@ LLTM_HOST_DEVICE acc_t<T> projection_of(const Gates<const T>& gates, int64_t b, 
   return widen(Gates<X>{reinterpret_cast<X*>(gates.data), gates.row, gates.gate}.at(b, g, j));
 }
 
-// Unit j of row b forward, given only its products: reads the projections from memory.
-template <class Cell, class Math, typename T, typename C>
-LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j,
-                                const acc_t<T> (&products)[at_least_one(Cell::kGates)]) {
-  CellInputs<Cell, acc_t<T>> in;
+// Reads the projections of unit j of row b from memory, given its products.
+template <class Cell, typename T, typename C>
+LLTM_HOST_DEVICE void load_gates(const StepForwardArguments<T, C>& s, int64_t b, int64_t j,
+                                 const acc_t<T> (&products)[at_least_one(Cell::kGates)],
+                                 CellInputs<Cell, acc_t<T>>& in) {
   const acc_t<T> mask = mask_before<Cell>(s, b);
   for (int g = 0; g < Cell::kGates; ++g) {
     const acc_t<T> product = scale_by_mask(mask, products[g]);
@@ -225,17 +225,34 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
       in.x[g] += product;
     }
   }
-  step_unit<Cell, Math>(s, b, j, in);
 }
 
-// Unit j of row b forward: reads the products from memory too.
-template <class Cell, class Math, typename T, typename C>
-LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j) {
+// Reads the products too.
+template <class Cell, typename T, typename C>
+LLTM_HOST_DEVICE void load_gates(const StepForwardArguments<T, C>& s, int64_t b, int64_t j,
+                                 CellInputs<Cell, acc_t<T>>& in) {
   acc_t<T> products[at_least_one(Cell::kGates)];
   for (int g = 0; g < Cell::kGates; ++g) {
     products[g] = s.product ? s.product[(b * Cell::kGates + g) * s.hidden + j] : acc_t<T>(0);
   }
-  step_unit<Cell, Math>(s, b, j, products);
+  load_gates<Cell>(s, b, j, products, in);
+}
+
+// Unit j of row b forward, given only its products.
+template <class Cell, class Math, typename T, typename C>
+LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j,
+                                const acc_t<T> (&products)[at_least_one(Cell::kGates)]) {
+  CellInputs<Cell, acc_t<T>> in;
+  load_gates<Cell>(s, b, j, products, in);
+  step_unit<Cell, Math>(s, b, j, in);
+}
+
+// Unit j of row b forward.
+template <class Cell, class Math, typename T, typename C>
+LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j) {
+  CellInputs<Cell, acc_t<T>> in;
+  load_gates<Cell>(s, b, j, in);
+  step_unit<Cell, Math>(s, b, j, in);
 }
 
 // What the backward of a cell without a product reads again.
@@ -252,13 +269,14 @@ LLTM_HOST_DEVICE void load_step_inputs(const Step& s, int64_t b, int64_t j, Cell
 }
 
 // Unit j of row b backward, given the gradient of its h from the next step's products: computes the gradients
-// of what its cell reads, and stores those of its states in grad_old_states, unless it is null.
+// of what its cell reads, and stores those of its states in grad_old_states, unless it is null. `in` has the
+// row's units, if the cell reads them.
 template <class Cell, class Math, typename T, typename C, typename Extra>
 LLTM_HOST_DEVICE void step_unit(const StepBackwardArguments<T, C, Extra>& s, int64_t b, int64_t j,
-                                acc_t<T> grad_h, CellGradients<Cell, acc_t<T>>& grads, C* grad_old_states) {
+                                acc_t<T> grad_h, CellGradients<Cell, acc_t<T>>& grads, C* grad_old_states,
+                                CellInputs<Cell, acc_t<T>> in = {}) {
   constexpr int kGates = kCellShape<Cell>.saved_in_gates(), kExtra = kCellShape<Cell>.extra();
   const int64_t at = b * s.hidden + j;
-  CellInputs<Cell, acc_t<T>> in;
   load_step_constants<Cell>(s, b, j, in);
   if constexpr (!Cell::kRecurrent) load_step_inputs<Cell>(s, b, j, in);
   acc_t<T> saved[at_least_one(Cell::kSaved)], grad_states[at_least_one(Cell::kStates)];

@@ -50,12 +50,13 @@ void store(const A* values, T* to, int n) {
   for (int i = 0; i < n; ++i) save(values[i], to[i]);
 }
 
-// Calls block(row, unit, n) for units [begin, end) of all B * H, n of one row at a time.
+// Calls block(row, unit, n) for units [begin, end) of all B * H, n of one row at a time, at most `most`.
 template <class Block>
-__attribute__((flatten)) void run_units(const Block& block, int64_t hidden, int64_t begin, int64_t end) {
+__attribute__((flatten)) void run_units(const Block& block, int64_t hidden, int64_t begin, int64_t end,
+                                        int64_t most) {
   for (int64_t i = begin; i < end;) {
     const int64_t row = i / hidden, unit = i % hidden;
-    const int n = static_cast<int>(std::min({end - i, hidden - unit, int64_t{kBlock}}));
+    const int n = static_cast<int>(std::min({end - i, hidden - unit, most}));
     block(row, unit, n);
     i += n;
   }
@@ -68,14 +69,14 @@ __attribute__((flatten)) void run_units(const Block& block, int64_t hidden, int6
 
 template <class Block>
 LLTM_STEP_TARGET("avx2,fma")
-void run_units_avx2(const Block& block, int64_t hidden, int64_t begin, int64_t end) {
-  run_units(block, hidden, begin, end);
+void run_units_avx2(const Block& block, int64_t hidden, int64_t begin, int64_t end, int64_t most) {
+  run_units(block, hidden, begin, end, most);
 }
 
 template <class Block>
 LLTM_STEP_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
-void run_units_avx512(const Block& block, int64_t hidden, int64_t begin, int64_t end) {
-  run_units(block, hidden, begin, end);
+void run_units_avx512(const Block& block, int64_t hidden, int64_t begin, int64_t end, int64_t most) {
+  run_units(block, hidden, begin, end, most);
 }
 
 template <class Block>
@@ -92,13 +93,24 @@ auto run_units_of_this_cpu() {
 }
 #endif
 
+template <typename T>
+constexpr int64_t kGrain = std::is_same_v<T, double> ? 512 : 2048;  // units, about 10 us
+
 // Calls block(row, unit, n) for all B * H units of a step of type T.
 template <typename T, class Block>
 void for_each_block(int64_t batch, int64_t hidden, const Block& block) {
   static const auto units = run_units_of_this_cpu<Block>();
-  constexpr int64_t kGrain = std::is_same_v<T, double> ? 512 : 2048;  // about 10 us
-  at::parallel_for(0, batch * hidden, kGrain,
-                   [&](int64_t begin, int64_t end) { units(block, hidden, begin, end); });
+  at::parallel_for(0, batch * hidden, kGrain<T>,
+                   [&](int64_t begin, int64_t end) { units(block, hidden, begin, end, kBlock); });
+}
+// Likewise, for whole rows.
+template <typename T, class Block>
+void for_each_row(int64_t batch, int64_t hidden, const Block& block) {
+  static const auto units = run_units_of_this_cpu<Block>();
+  if (hidden == 0) return;
+  at::parallel_for(0, batch, std::max<int64_t>(kGrain<T> / hidden, 1), [&](int64_t begin, int64_t end) {
+    units(block, hidden, begin * hidden, end * hidden, hidden);
+  });
 }
 
 }  // namespace step_cpu

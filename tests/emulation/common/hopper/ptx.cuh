@@ -66,6 +66,11 @@ inline void* in_cluster(uint32_t address) {
   return cuda_on_cpu::launch->blocks[block].memory() + (address & ((1u << kOffsetBits) - 1));
 }
 
+template <typename T>
+const T* in_block(const T* here, uint32_t rank) {
+  return static_cast<const T*>(in_cluster(mapa(here, rank)));
+}
+
 inline void st_async(uint32_t to, const uint4& x, uint32_t barrier) {
   *static_cast<uint4*>(in_cluster(to)) = x;
   MBarrier& state = state_of(in_cluster(barrier));

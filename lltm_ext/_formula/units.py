@@ -1,0 +1,109 @@
+"""What a recurrent cell's function may compute over all units of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Units:
+    """The argument ``units`` of a cell's function.
+
+    Each method takes a value, and combines those of all units of a row; or several values, such as ``x``, and
+    combines all values of all units. torch's functions of the same names define the results, over the
+    dimension of the units.
+    """
+
+    def __init__(self, over_units: Callable[[str, Tensor], Tensor]):
+        self._over_units = over_units
+
+    def sum(self, values: Any) -> Tensor:
+        """The sum of all units' values."""
+        return self._over_units("units_sum", added(listed(values)))
+
+    def mean(self, values: Any) -> Tensor:
+        """Their mean."""
+        values = listed(values)
+        return self._over_units("units_mean", added(values)) * (1 / len(values))
+
+    def var(self, values: Any) -> Tensor:
+        """Their variance, without Bessel's correction, as norms have it."""
+        mean = self.mean(values)
+        return self.mean([(x - mean) * (x - mean) for x in listed(values)])
+
+    def max(self, values: Any) -> Tensor:
+        """The largest. Equal ones share its gradient."""
+        first, *others = listed(values)
+        for x in others:
+            first = torch.maximum(first, x)
+        return self._over_units("units_max", first)
+
+    def min(self, values: Any) -> Tensor:
+        """The smallest."""
+        return -self.max([-x for x in listed(values)])
+
+    def cumsum(self, value: Tensor) -> Tensor:
+        """The sum of the values of a unit and of those before it."""
+        return self._over_units("units_cumsum", value)
+
+    def softmax(self, values: Any) -> Any:
+        """exp(v) / sum(exp(v)); for several values a tuple, with one sum."""
+        largest = self.max(values).detach()
+        powers = [torch.exp(x - largest) for x in listed(values)]
+        scale = torch.reciprocal(self.sum(powers))
+        return like(values, [x * scale for x in powers])
+
+    def layer_norm(self, values: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+        """(v - mean) / sqrt(var + eps) * weight + bias (Ba et al. 2016); for several values a tuple.
+
+        Args:
+            values: a value, or several, which then have one mean and one variance.
+            weight, bias: as many values, such as parameters; None: 1 and 0.
+        """
+        mean = self.mean(values)
+        return self._scaled(values, [x - mean for x in listed(values)], weight, bias, eps)
+
+    def rms_norm(self, values: Any, weight: Any = None, eps: float = 1e-5) -> Any:
+        """v / sqrt(mean(v^2) + eps) * weight (Zhang and Sennrich 2019).
+
+        The arguments are those of :meth:`layer_norm`.
+        """
+        return self._scaled(values, listed(values), weight, None, eps)
+
+    def _scaled(self, values: Any, centered: list[Tensor], weight: Any, bias: Any, eps: float) -> Any:
+        scale = torch.rsqrt(self.mean([x * x for x in centered]) + eps)
+        results = [x * scale for x in centered]
+        if weight is not None:
+            results = [x * w for x, w in zip(results, of_each(results, weight, "weight"), strict=True)]
+        if bias is not None:
+            results = [x + b for x, b in zip(results, of_each(results, bias, "bias"), strict=True)]
+        return like(values, results)
+
+
+def listed(values: Any) -> list[Tensor]:
+    found = [values] if isinstance(values, Tensor) else list(values)
+    if not found:
+        raise TypeError("expected a value or several, got none")
+    return found
+
+
+def of_each(values: Sequence[Tensor], factors: Any, name: str) -> list[Any]:
+    """The weights or biases of the values of a norm."""
+    found = [factors] if isinstance(factors, (Tensor, int, float)) else list(factors)
+    if len(found) != len(values):
+        raise ValueError(f"expected {name} to have {len(values)} values, as the norm does, got {len(found)}")
+    return found
+
+
+def added(values: Sequence[Tensor]) -> Tensor:
+    total = values[0]
+    for x in values[1:]:
+        total = total + x
+    return total
+
+
+def like(values: Any, results: list[Tensor]) -> Any:
+    return results[0] if isinstance(values, Tensor) else tuple(results)

@@ -1,0 +1,253 @@
+"""Cells that read values over all units of a row: units.mean, units.layer_norm and so on."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cell_examples import Example
+from op_suite import DOUBLE, assert_near, needs_cuda
+
+import lltm_ext
+from lltm_ext import cells
+
+TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+# A function of a cell, of two values and units, and the same by torch's functions of whole tensors.
+OPERATIONS = {
+    "sum": (lambda a, b, units: units.sum(a), lambda a, b: a.sum(-1, keepdim=True)),
+    "mean": (lambda a, b, units: units.mean(a), lambda a, b: a.mean(-1, keepdim=True)),
+    "mean_of_both": (
+        lambda a, b, units: units.mean([a, b]),
+        lambda a, b: torch.cat([a, b], -1).mean(-1, keepdim=True),
+    ),
+    "var": (lambda a, b, units: units.var(a), lambda a, b: a.var(-1, correction=0, keepdim=True)),
+    "max": (lambda a, b, units: units.max(a), lambda a, b: a.amax(-1, keepdim=True)),
+    "max_of_both": (
+        lambda a, b, units: units.max((a, b)),
+        lambda a, b: torch.cat([a, b], -1).amax(-1, keepdim=True),
+    ),
+    "min": (lambda a, b, units: units.min(a), lambda a, b: a.amin(-1, keepdim=True)),
+    "cumsum": (lambda a, b, units: units.cumsum(a), lambda a, b: a.cumsum(-1)),
+    "softmax": (lambda a, b, units: units.softmax(a), lambda a, b: a.softmax(-1)),
+    "softmax_of_both": (
+        lambda a, b, units: units.softmax([a, b])[1],
+        lambda a, b: torch.cat([a, b], -1).softmax(-1)[..., a.shape[-1] :],
+    ),
+    "cumax": (
+        lambda a, b, units: units.cumsum(units.softmax(a)),
+        lambda a, b: a.softmax(-1).cumsum(-1),
+    ),
+    "layer_norm": (
+        lambda a, b, units: units.layer_norm(a, b, 0.5),
+        lambda a, b: F.layer_norm(a, a.shape[-1:]) * b + 0.5,
+    ),
+    "layer_norm_of_both": (
+        lambda a, b, units: units.layer_norm((a, b), eps=1e-3)[0],
+        lambda a, b: F.layer_norm(torch.cat([a, b], -1), (2 * a.shape[-1],), eps=1e-3)[..., : a.shape[-1]],
+    ),
+    "rms_norm": (
+        lambda a, b, units: units.rms_norm(a, weight=b, eps=1e-4),
+        lambda a, b: F.rms_norm(a, a.shape[-1:], eps=1e-4) * b,
+    ),
+}
+every_operation = pytest.mark.parametrize("name", OPERATIONS)
+
+
+@pytest.mark.filterwarnings("ignore:cell. the function reads no gate 1")
+@pytest.mark.parametrize("hidden", [1, 33, 300])
+@every_operation
+def test_an_operation_has_the_values_and_gradients_of_torchs(name, hidden):
+    operation, of_tensors = OPERATIONS[name]
+
+    @lltm_ext.recurrence(gates=2, recurrent=False)
+    def cell(x, units):
+        return operation(x[0], x[1], units)
+
+    torch.manual_seed(0)
+    planes = torch.randn(3, 4, 2 * hidden, dtype=DOUBLE, requires_grad=True)
+    weights = torch.randn(3, 4, hidden, dtype=DOUBLE)
+    found, _ = cell(planes, planes.new_zeros(4, hidden))
+    expected = of_tensors(*planes.chunk(2, -1)).expand(3, 4, hidden)
+    assert_near(found, expected, 1e-12)
+    gradients = [torch.autograd.grad((y * weights).sum(), planes)[0] for y in (found, expected)]
+    # A variance, or a norm, of one unit is 0: so is the gradient, up to rounding.
+    assert (gradients[0] - gradients[1]).norm() <= 1e-12 * max(gradients[1].norm(), 1)
+
+
+def norm(x, weight, bias=None, eps=1e-5):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def layer_norm_lstm(input, h, c, w, u, bias, scale_ih, scale_hh, shift, scale_c, shift_c):
+    outputs = []
+    for x in input:
+        gates = norm(x @ w.t() + bias, scale_ih, shift) + norm(h @ u.t(), scale_hh)
+        i, f, g, o = gates.chunk(4, -1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * norm(c, scale_c, shift_c).tanh()
+        outputs.append(h)
+    return torch.stack(outputs), h, c
+
+
+def dreamer_gru(input, h, w, u, bias, scale, shift):
+    outputs = []
+    for x in input:
+        r, n, z = norm(x @ w.t() + h @ u.t() + bias, scale, shift, 1e-3).chunk(3, -1)
+        z = (z - 1).sigmoid()
+        h = z * (r.sigmoid() * n).tanh() + (1 - z) * h
+        outputs.append(h)
+    return torch.stack(outputs), h
+
+
+@pytest.mark.parametrize(
+    "cell,loop", [(cells.layer_norm_lstm, layer_norm_lstm), (cells.dreamer_gru, dreamer_gru)]
+)
+def test_a_ready_cell_has_the_values_and_gradients_of_a_loop_over_torchs_norms(cell, loop):
+    torch.manual_seed(0)
+    length, batch, size, hidden = 6, 3, 5, 24
+    rows = cell.gates * hidden
+    states = [torch.randn(batch, hidden, dtype=DOUBLE) for _ in cell.state_names]
+    shapes = ((rows, size), (rows, hidden), (rows,), *((n * hidden,) for n in cell.widths().values()))
+    weights = [torch.randn(shape, dtype=DOUBLE) for shape in shapes]
+    tensors = [
+        x.requires_grad_() for x in (torch.randn(length, batch, size, dtype=DOUBLE), *states, *weights)
+    ]
+    input, *others = tensors
+    states, (w, u, bias, *own) = others[: len(states)], others[len(states) :]
+    named = dict(zip(cell.parameters, own, strict=True))
+    output, final = cell(input, tuple(states) if cell.states else states[0], w, u, bias, **named)
+    found = [output, *(final if cell.states else [final])]
+    expected = loop(*tensors)
+    for y, e in zip(found, expected, strict=True):
+        assert_near(y, e, 1e-12)
+    sums = [sum((y * torch.sin(y)).sum() for y in results) for results in (found, expected)]
+    for a, e in zip(*(torch.autograd.grad(x, tensors) for x in sums), strict=True):
+        assert_near(a, e, 1e-11)
+
+
+@lltm_ext.recurrence(gates=3, separate=True, states=("m",), parameters={"scale": [1.0, 0.5]}, inputs=("gap",))
+def many_levels(x, r, h, s, p, u, units):
+    """Norms of norms, a state and an input of the step among them."""
+    a, b = units.layer_norm((x[0] + r[0], x[1] + r[1] * u.gap), p.scale)
+    share = units.softmax(a + s.m)
+    m = 0.5 * s.m + units.rms_norm(b + h) * torch.sigmoid(units.sum(u.gap) / 10)
+    return torch.tanh(m * share + units.cumsum(share) + x[2] + r[2] / (1 + units.max(abs(b)))), (m,)
+
+
+EXAMPLES = (cells.layer_norm_lstm, cells.dreamer_gru, many_levels)
+every_example = pytest.mark.parametrize("cell", EXAMPLES, ids=lambda cell: cell.__name__)
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, DOUBLE])
+@every_example
+def test_values_and_gradients_equal_the_loop(cell, dtype):
+    Example(cell, dtype, length=7, batch=5, hidden=40).check()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@every_example
+def test_packed_rows(cell, reverse):
+    Example(cell, hidden=9, sizes=[5, 5, 4, 2, 1]).check(reverse=reverse)
+
+
+@pytest.mark.parametrize("reset", [torch.bool, torch.float64])
+@pytest.mark.parametrize("reset_to", ["zeros", "initial"])
+@every_example
+def test_resets(cell, reset_to, reset):
+    Example(cell, length=8, batch=4, hidden=9, reset=reset, reset_to=reset_to).check()
+
+
+@needs_cuda
+@pytest.mark.parametrize("hidden", [1, 24, 33, 250, 1024, 1100, 2048])
+@pytest.mark.parametrize("dtype", [*TYPES, DOUBLE])
+@every_example
+def test_values_and_gradients_equal_the_loop_on_a_gpu(cell, dtype, hidden):
+    if hidden > 1024 and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs clusters for so many units")
+    Example(cell, dtype, length=4, batch=3, hidden=hidden, device="cuda").check()
+
+
+@needs_cuda
+@pytest.mark.parametrize("reset_to", ["zeros", "initial"])
+@every_example
+def test_resets_and_packed_rows_on_a_gpu(cell, reset_to):
+    example = functools.partial(Example, cell, hidden=36, reset=True, reset_to=reset_to, device="cuda")
+    example(length=8, batch=4).check()
+    example(sizes=[5, 5, 4, 2, 1]).check(reverse=True)
+
+
+@needs_cuda
+def test_a_row_without_room_is_refused_on_a_gpu():
+    hidden = 1031  # a prime number
+    input, h0 = (torch.zeros(*shape, device="cuda") for shape in ((2, 1, 3 * hidden), (1, hidden)))
+    weight, scale = torch.zeros(3 * hidden, hidden, device="cuda"), torch.zeros(3 * hidden, device="cuda")
+    with pytest.raises(RuntimeError, match=r"^dreamer_gru: expected a hidden_size that .*, got 1031"):
+        cells.dreamer_gru(input, h0, None, weight, scale=scale, shift=scale)
+
+
+@every_example
+def test_second_derivatives_equal_finite_differences(cell):
+    example = Example(cell, length=2, batch=2, hidden=3, input_size=2)
+    call = example.call.leaves()
+    assert torch.autograd.gradgradcheck(call.bind(lambda *args: example.ours(*args)[0]), call.tensors)
+
+
+@pytest.mark.parametrize(
+    "function,message",
+    {
+        "number": (
+            lambda x, units: x[0] + units.sum(torch.zeros_like(x[0])),
+            r"calls units.sum on the number 0",
+        ),
+        "weights": (
+            lambda x, units: units.layer_norm(x, (1.0, 2.0, 3.0))[0],
+            "expected weight to have 2 values, as the norm does, got 3",
+        ),
+        "none": (lambda x, units: x[0] + units.mean([]), "expected a value or several, got none"),
+        "mean": (lambda x, units: x[0].mean(), "write units.mean"),
+        "softmax": (lambda x, units: torch.softmax(x[0], -1), "write units.mean"),
+    }.values(),
+    ids=lambda x: "",
+)
+def test_what_units_do_not_take_is_refused_with_the_line(function, message):
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=rf"(?s){message}.*test_units.py:\d+: "):
+        lltm_ext.recurrence(gates=2)(function)
+
+
+# ---- parameters of several values --------------------------------------------------------------------------
+
+
+def test_a_parameter_of_several_values_is_one_tensor_of_a_layer():
+    layer = lltm_ext.Recurrent(cells.layer_norm_lstm, 5, 8, num_layers=2)
+    assert layer.scale_ih_l0.shape == (32,) and layer.scale_c_l1.shape == (8,)
+    assert torch.equal(layer.scale_ih_l0, torch.ones(32)) and torch.equal(layer.shift_l1, torch.zeros(32))
+    layer(torch.randn(3, 2, 5))[0].sum().backward()
+    assert layer.scale_hh_l1.grad.abs().sum() > 0
+
+    @lltm_ext.recurrence(gates=1, parameters={"scale": [1.0, 2.0], "shift": None})
+    def two(x, p):
+        first, second = p.scale
+        return first * torch.tanh(x[0] * second + p[1]) + p[0][1]
+
+    layer = lltm_ext.Recurrent(two, 3, 4)
+    assert torch.equal(layer.scale_l0, torch.tensor([1.0] * 4 + [2.0] * 4))
+    x, h, expected = torch.randn(5, 2, 3), torch.zeros(2, 4), []
+    for step in x:
+        a = step @ layer.weight_ih_l0.t() + h @ layer.weight_hh_l0.t() + layer.bias_l0
+        h = 1.0 * torch.tanh(a * 2.0 + layer.shift_l0) + 2.0
+        expected.append(h)
+    assert_near(layer(x)[0], torch.stack(expected), 1e-6)
+
+
+def test_a_parameter_of_several_values_has_its_size_checked():
+    layer = lltm_ext.Recurrent(cells.dreamer_gru, 3, 4)
+    x, h = torch.zeros(2, 1, 3), torch.zeros(1, 4)
+    weights = (layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_l0)
+    shift = torch.zeros(12)
+    with pytest.raises(
+        RuntimeError, match=r"^dreamer_gru: expected scale of shape \[3\*hidden_size\], got \[4\]"
+    ):
+        cells.dreamer_gru(x, h, *weights, scale=torch.ones(4), shift=shift)
+    with pytest.raises(TypeError, match=r"^dreamer_gru: expected scale to be a Tensor"):
+        cells.dreamer_gru(x, h, *weights, scale=1.0, shift=shift)
