@@ -107,8 +107,10 @@ def op_arguments(cell: RecurrentCell, call: SequenceCall) -> tuple[Tensor | None
     if reset is not None and reset.dtype != torch.bool:
         reset = reset.detach().to(compute_dtype(input.dtype))
     own = cell.recurrent_gates
-    if weight_hh is not None and (
-        len(own) < cell.gates or weight_hh.shape[0] != cell.gates * weight_hh.shape[-1]
+    if (
+        weight_hh is not None
+        and not cell.weights
+        and (len(own) < cell.gates or weight_hh.shape[0] != cell.gates * weight_hh.shape[-1])
     ):
         weight_hh = of_all_gates(weight_hh, own, cell.gates)
     return (

@@ -19,7 +19,7 @@ from lltm_ext._arguments import SequenceCall, at_next_step, one_bias
 if TYPE_CHECKING:
     from lltm_ext.recurrence import RecurrentCell
 
-# The values x, r, h, s, p and u of a cell's function, as sequences -> [new h, *new states]
+# The values x, r, h, s, p, u and w of a cell's function, as sequences -> [new h, *new states]
 Step = Callable[[Mapping[str, Sequence[Tensor]]], list[Tensor]]
 Product = Callable[["Tensor | None", Tensor], Tensor]  # (planes, h) -> planes + h W^T
 
@@ -79,7 +79,11 @@ def step_of(
     """Returns a step of a call: (planes, states, step inputs, reset) -> (output, new states)."""
     compute = compute_dtype(call.input.dtype)
     hidden = call.states[0].shape[1]
-    product = None if call.weight_hh is None else product_with(call.weight_hh.to(compute), hidden)
+    weight_hh, blocks = call.weight_hh, ()
+    if cell.weights and weight_hh is not None:
+        weight_hh, own = weight_hh.tensor_split((cell.gates * hidden,))
+        blocks = own.to(compute).unflatten(0, (-1, hidden)).unbind(0)
+    product = None if weight_hh is None else product_with(weight_hh.to(compute), hidden)
     parameters = [x.to(compute) for x in call.parameters]
     initial = [x.to(compute) for x in call.states]
     step = cell.step_like(initial[0])
@@ -99,7 +103,8 @@ def step_of(
         x, r = (
             () if y is None else y.unflatten(1, (cell.gates, hidden)).unbind(1) for y in (planes, products)
         )
-        new_h, *new_states = step({"x": x, "r": r, "h": [h], "s": others, "p": parameters, "u": inputs})
+        values = {"x": x, "r": r, "h": [h], "s": others, "p": parameters, "u": inputs, "w": blocks}
+        new_h, *new_states = step(values)
         new = [like(new_h, h).to(call.input.dtype), *(like(s, h) for s in new_states)]
         output = new[cell.declared.output_state + 1].to(call.input.dtype)
         return output, [s.to(compute) for s in new]

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lltm_ext._formula.derive import Derived
 from lltm_ext._formula.instructions import rounding
-from lltm_ext._formula.text import program_text
+from lltm_ext._formula.text import SourceCell, program_text
 
 if TYPE_CHECKING:
     from lltm_ext._formula.emit import Struct
@@ -51,6 +52,15 @@ def serialize(cell: RecurrentCell, to_initial: bool = False) -> dict[torch.dtype
     return programs
 
 
+def numbers_of_products(derived: Derived | SourceCell) -> list[int]:
+    """How many blocks the cell's own weights have; then the numbers of each product."""
+    if isinstance(derived, SourceCell) or not derived.products:
+        return []
+    fed = derived.fed
+    products = ((x.block, fed.index(x.value), x.stage, x.back_stage) for x in derived.products)
+    return [len(derived.leaves["w"]), *(number for product in products for number in product)]
+
+
 def program_of(cell: RecurrentCell, struct: Struct, to_initial: bool) -> str:
     declared, derived = cell.declared, cell.derived
     numbers = (
@@ -68,6 +78,7 @@ def program_of(cell: RecurrentCell, struct: Struct, to_initial: bool) -> str:
         int(to_initial),
         int(derived.runs_in_parallel),
         int(derived.over_units),
+        *numbers_of_products(derived),
     )
     program = program_text((cell.__name__, ",".join(map(str, numbers)), struct.source, *struct.instructions))
     CELLS[program] = cell, to_initial

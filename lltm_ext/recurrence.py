@@ -27,9 +27,18 @@ from lltm_ext._arguments import (
     dtype_name,
     hidden_of,
 )
-from lltm_ext._custom_cell import algorithm_of, of_each_unit, run_both_by_kernels, run_kernels, tracing_state
+from lltm_ext._custom_cell import (
+    algorithm_of,
+    expand_blocks,
+    of_all_gates,
+    of_each_unit,
+    run_both_by_kernels,
+    run_kernels,
+    tracing_state,
+)
 from lltm_ext._formula.declaration import (
     Declaration,
+    Weight,
     arguments_of,
     check_names,
     is_name,
@@ -75,6 +84,7 @@ def recurrence(
     inputs: Sequence[str] = (),
     recurrent: bool = True,
     output: str = "h",
+    weights: Sequence[str] | Mapping[str, tuple[int, int]] = (),
     name: str | None = None,
     forward: str | None = None,
     backward: str | None = None,
@@ -102,8 +112,9 @@ def recurrence(
     ``s``      its other states, by name (``s.c``) or position (``s[0]``)
     ``p``      its parameters, likewise
     ``u``      the step's own inputs, likewise, as numbers (0 or 1 for bool)
+    ``w``      its weights, by name, for ``units.linear(v, w.name)``
     ``units``  what is computed over all units of a row, such as ``units.mean(v)`` and
-               ``units.layer_norm(x, p.weight)`` (:class:`~lltm_ext.recurrence.Units`)
+               ``units.layer_norm(x, p.weight)`` (:class:`~lltm_ext._formula.units.Units`)
     =========  ===============================================================================================
 
     It returns the new h, or ``(new_h, (new states...))`` for a cell with states, by plain torch functions of
@@ -136,6 +147,8 @@ def recurrence(
         parameters: the names of its parameters, each [H], with gradients. A mapping gives the number that
             :class:`~lltm_ext.Recurrent` fills each one with at first; None: random as the weights. A list of
             n numbers makes a parameter of n values a unit, [n*H], which the function sees as a tuple.
+        weights: the names of further weights, each [H, H] or, block-diagonal, [H, H/heads]; a mapping gives
+            (n, k) for [n*H, k*H]. ``units.linear(v, w.name)`` is the product of one with any value.
         inputs: the names of its inputs of a step, such as masks or time gaps. Where one of a call requires a
             gradient, the cell runs with all of them as further gates, [T, B, H] each, which only the input
             feeds.
@@ -175,7 +188,7 @@ def recurrence(
         )
     if gates is None:
         raise TypeError("recurrence: missing the option gates, as in @lltm_ext.recurrence(gates=1)")
-    options = (gates, separate, states, parameters, inputs, recurrent, output)
+    options = (gates, separate, states, parameters, inputs, recurrent, output, weights)
     if forward is not None:
         module = sys._getframe(1).f_globals.get("__name__", "__main__")
         return RecurrentCell(CudaSource(name or "", module, forward, backward, saved), *options)
@@ -213,7 +226,8 @@ class RecurrentCell:
             state after the last step, the final states are those of step 0. Episodes stay where they are: the
             states become 0 between a step with a reset and the step before it.
         algorithm: how the steps run, as for :func:`lltm_ext.lltm`. On the CPU all are a step at a time.
-        named: each parameter, [H], and each input of the steps, [T, B] or [T, B, H], by its name.
+        named: each parameter, [H], each of the cell's own weights, and each input of the steps, [T, B] or
+            [T, B, H], by its name.
 
     Returns:
         ``(output, h_n)``, or for a cell with states ``(output, (h_n, *states_n))``: output [T, B, H] holds h
@@ -251,6 +265,7 @@ class RecurrentCell:
         inputs: Sequence[str],
         recurrent: bool,
         output: str,
+        weights: Sequence[str] | Mapping[str, tuple[int, int]] = (),
     ) -> None:
         if isinstance(function, CudaSource):
             if not is_name(function.name):
@@ -282,9 +297,11 @@ class RecurrentCell:
         initial = parameters if isinstance(parameters, Mapping) else dict.fromkeys(names)
         self.parameters: dict[str, float | Sequence[float] | None] = {p: initial[p] for p in names}
         self.inputs = check_names(name, "inputs", inputs, (*taken, *self.parameters))
+        own = check_weights(name, weights, recurrent, (*taken, *self.parameters, *self.inputs))
+        self.weights = {w.name: (w.rows, w.columns) for w in own}
         named = (self.states, names_of_values(self.parameters), self.inputs)
-        self._options = (gates, separate, states, parameters, inputs, recurrent, output)
-        self.declared = Declaration(name, gates, self.separate, *named, self.recurrent, output)
+        self._options = (gates, separate, states, parameters, inputs, recurrent, output, weights)
+        self.declared = Declaration(name, gates, self.separate, *named, self.recurrent, output, own)
         self.derived: Derived | SourceCell  # the struct in C++, and what its forward saves
         if isinstance(function, CudaSource):
             self.function, self.differentiable = None, function.backward is not None
@@ -393,6 +410,10 @@ class RecurrentCell:
             check_tensor(self.__name__, "input", input)
         states = check_states(self.__name__, hx, self.state_names)
         parameters, inputs = self._values_of(named) if named or self.parameters or self.inputs else ((), ())
+        if self.weights:
+            check_tensor(self.__name__, "h0", states[0])
+            weight_ih, weight_hh, bias = weights
+            weights = (weight_ih, self.weights_of_products(weight_hh, states[0].shape[-1], named), bias)
         if self.gates == 0:
             input = self._input_of_no_gates(input, states[0], inputs[0])
         if reverse and reset is not None:
@@ -444,10 +465,10 @@ class RecurrentCell:
 
     def _values_of(self, named: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """The parameters and the inputs of a call, in their order."""
-        for name in (*self.parameters, *self.inputs):
+        for name in (*self.parameters, *self.inputs, *self.weights):
             if name not in named:
                 raise TypeError(f"{self.__name__}: expected {name} to be a Tensor, but it is missing")
-        known = (*self.parameters, *self.inputs)
+        known = (*self.parameters, *self.inputs, *self.weights)
         if len(named) > len(known):
             unknown = next(name for name in named if name not in known)
             expected = f"only the names {', '.join(known)}" if known else "no parameter or input of a step"
@@ -469,6 +490,29 @@ class RecurrentCell:
                 )
             found += x.chunk(count)
         return found
+
+    def weights_of_products(self, weight_hh: Any, hidden: int, named: Mapping[str, Any]) -> Tensor:
+        """weight_hh as the ops take it: rows for all gates, then the blocks of the cell's own weights."""
+        sizes = {"weight_hh": (len(self.recurrent_gates), 1), **self.weights}
+        weights = {"weight_hh": weight_hh} | {name: named.get(name) for name in self.weights}
+        for argument, x in weights.items():
+            check_tensor(self.__name__, argument, x)
+            rows, columns = sizes[argument]
+            fits = is_block_diagonal(x, rows * hidden, hidden) if columns == 1 else False
+            if not fits and x.shape != (rows * hidden, columns * hidden):
+                counts = ", ".join(f"{n}*hidden_size" if n > 1 else "hidden_size" for n in (rows, columns))
+                heads = " (or / heads)" if columns == 1 else ""
+                raise RuntimeError(
+                    f"{self.__name__}: expected {argument} of shape [{counts}{heads}] with hidden_size = "
+                    f"{hidden}, got {list(x.shape)}"
+                )
+        blocks = [in_blocks(weights[name], *size) for name, size in self.weights.items()]
+        return torch.cat([of_all_gates(weight_hh, self.recurrent_gates, self.gates), *blocks])
+
+    @property
+    def rows_of_products(self) -> int:
+        """How many blocks of hidden_size rows weight_hh has for the ops."""
+        return self.gates + len(self.declared.names("w")) if self.weights else len(self.recurrent_gates)
 
     def widths(self) -> dict[str, int]:
         """How many values of a unit each parameter has."""
@@ -539,6 +583,7 @@ class RecurrentCell:
         weights = (zeros(rows, 8), weight_hh, zeros(rows))
         weights = weights if self.gates else (None, None, None)  # type: ignore[assignment]
         named: dict[str, Any] = {p: zeros(n * hidden_size) for p, n in self.widths().items()}
+        named |= {w: zeros(n * hidden_size, k * hidden_size) for w, (n, k) in self.weights.items()}
         hx = tuple(zeros(batch, hidden_size) for _ in self.state_names)
         # A single step has kernels of its own, as have many steps of few units without a product.
         for length in (1, 2) if self.recurrent else (1, 2, 128):
@@ -571,7 +616,15 @@ class RecurrentCell:
         states = check_states(self.__name__, values["hx"], self.state_names)
         values |= dict(zip(self.state_names, states, strict=True))
         values = {name: in_float64(x) for name, x in values.items() if name not in ("hx", "named")}
-        wanted = ["input", *self.state_names, "weight_ih", "weight_hh", "bias", *self.parameters]
+        wanted = [
+            "input",
+            *self.state_names,
+            "weight_ih",
+            "weight_hh",
+            "bias",
+            *self.parameters,
+            *self.weights,
+        ]
         wanted += self.inputs if self.function else ()
         for name in (name for name in wanted if is_floating(values.get(name))):
 
@@ -604,6 +657,7 @@ class RecurrentCell:
         args = (normal(length, batch, size), hx, normal(rows, size), weight_hh, normal(rows))
         args = args if self.gates else (None, hx)  # type: ignore[assignment]
         named = {p: normal(n * hidden) for p, n in self.widths().items()}
+        named |= {w: 0.5 * normal(n * hidden, k * hidden) for w, (n, k) in self.weights.items()}
         named |= {u: torch.sigmoid(normal(length, batch)) for u in self.inputs}
         return args, named
 
@@ -627,6 +681,7 @@ class RecurrentCell:
             ("states", self.states),
             ("parameters", self.parameters),
             ("inputs", self.inputs),
+            *([("weights", tuple(self.weights))] if self.weights else []),
             ("saved for backward", self.derived.saved_names),
         ):
             options.append(f"{name}: {', '.join(values) or 'none'}")
@@ -715,8 +770,12 @@ def with_inputs_as_gates(cell: RecurrentCell, call: SequenceCall) -> tuple[Recur
     elif cell.gates > 0:
         gates.insert(0, input)
         bias = None if bias is None else F.pad(bias, (0, len(inputs) * hidden))
-    x = torch.cat(gates, -1) if len(gates) > 1 else gates[0]
-    return cell.with_inputs_as_gates(), call._replace(input=x, weight_ih=None, bias=bias, inputs=())
+    x, weight_hh = torch.cat(gates, -1) if len(gates) > 1 else gates[0], call.weight_hh
+    if cell.weights:  # their blocks follow those of all gates
+        of_gates, own = weight_hh.tensor_split((cell.gates * hidden,))
+        weight_hh = torch.cat([of_gates, own.new_zeros((len(inputs) * hidden, hidden)), own])
+    call = call._replace(input=x, weight_ih=None, weight_hh=weight_hh, bias=bias, inputs=())
+    return cell.with_inputs_as_gates(), call
 
 
 def raise_named(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_to: str) -> None:
@@ -761,7 +820,7 @@ def kernels_check(cell: RecurrentCell, *calls: SequenceCall) -> bool:
     for call in calls:
         if call.weight_hh is not None and not cell.recurrent:
             return False
-        if 0 < of_product < cell.gates:  # the op gets rows for the other gates too
+        if 0 < of_product < cell.gates and not cell.weights:  # the op gets rows for the other gates too
             rows = getattr(call.weight_hh, "shape", ())[:1]
             if rows != (of_product * hidden_of(call, cell.gates),):
                 return False
@@ -818,6 +877,32 @@ def check_output(cell: str, output: Any, states: tuple[str, ...]) -> str:
         known = ", ".join(("h", *states))
         raise ValueError(f"{cell}: expected output to be one of {known}, got {output!r}")
     return output
+
+
+def check_weights(cell: str, weights: Any, recurrent: bool, taken: Sequence[str]) -> tuple[Weight, ...]:
+    names = check_names(cell, "weights", weights, taken)
+    found = []
+    for name in names:
+        size = weights[name] if isinstance(weights, Mapping) else (1, 1)
+        is_size = isinstance(size, tuple) and len(size) == 2 and all(isinstance(n, int) for n in size)
+        if not is_size or min(size) < 1:
+            raise ValueError(
+                f"{cell}: expected the size of {name} to be (rows, columns), in multiples of hidden_size, "
+                f"got {size!r}"
+            )
+        found.append(Weight(name, *size))
+    if found and not recurrent:
+        raise ValueError(f"{cell}: expected no weights for a cell without recurrent product, got {names!r}")
+    return tuple(found)
+
+
+def in_blocks(weight: Tensor, rows: int, columns: int) -> Tensor:
+    """A weight [rows*H, columns*H] as [rows*columns*H, H], row by row of its blocks; of one column also
+    [rows*H, H/heads]."""
+    size = weight.shape[0] // rows
+    if columns == 1:
+        return weight if weight.shape[1] == size else expand_blocks(weight, size // weight.shape[1])
+    return weight.unflatten(0, (rows, size)).unflatten(2, (columns, size)).transpose(1, 2).reshape(-1, size)
 
 
 def check_call(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_to: str) -> None:
@@ -915,7 +1000,7 @@ def check_shapes(
             f"{name}: expected weight_ih to be a Tensor, got None, or input of "
             f"{cell.gates}*hidden_size = {rows} features, which need none, got {list(input.shape)}"
         )
-    of_product = len(cell.recurrent_gates)
+    of_product = cell.rows_of_products
     if cell.recurrent and not is_block_diagonal(tensors["weight_hh"], of_product * hidden, hidden):
         expected = f"[{of_product}*hidden_size, hidden_size (or / heads)]"
         check("weight_hh", tensors["weight_hh"], expected, of_product * hidden, hidden)

@@ -162,13 +162,18 @@ class Recurrent(CellLayer):
                 raise TypeError(f"{self._name}: expected {name} to be a Tensor, but it is missing")
 
     def _shapes(self, layer_input: int | None) -> dict[str, tuple[int, ...]]:
-        own = {name: (n * self.hidden_size,) for name, n in self.cell.widths().items()}
+        size = self.hidden_size
+        own: dict[str, tuple[int, ...]] = {name: (n * size,) for name, n in self.cell.widths().items()}
+        for name, (rows, columns) in self.cell.weights.items():
+            own[name] = (rows * size, size // self.heads if columns == 1 else columns * size)
         return super()._shapes(layer_input) | own
 
     def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
         end = f"_l{layer}{('', '_reverse')[direction]}"
         *weights, _ = super()._weights_of(layer, direction)
-        own = {name: self._parameter(name + end) for name in self.cell.parameters}
+        own = {name: self._parameter(name + end) for name in (*self.cell.parameters, *self.cell.weights)}
+        if self.cell.weights:
+            weights[1] = self.cell.weights_of_products(weights[1], self.hidden_size, own)
         return (*weights, self.cell.values_of_units(own))
 
     def reset_parameters(self) -> None:
@@ -183,9 +188,10 @@ class Recurrent(CellLayer):
                 nn.init.constant_(parameter, value)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        if self.cell.gates == 0:
+        if self.cell.gates == 0 or self.cell.weights:
+            expected = "with gates" if self.cell.gates == 0 else "without weights of its own"
             raise NotImplementedError(
-                f"{self._name}: expected a cell with gates for torch.jit.script, got {self.cell.__name__}"
+                f"{self._name}: expected a cell {expected} for torch.jit.script, got {self.cell.__name__}"
             )
         return scriptable_layer(self, Recurrent.forward)
 

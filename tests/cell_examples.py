@@ -47,6 +47,47 @@ def everything(u, p, s, r, x, h):
 WITH_OUTPUT = {cell.__name__: cell for cell in (gru_with_recurrent_dropout, smoothed_lstm)}
 
 
+@lltm_ext.recurrence(gates=3, separate=True, weights=("weight_hn",))
+def gru_with_reset_first(x, r, h, w, units):
+    """The GRU of Cho et al., 2014, whose candidate has a product with what the reset gate leaves of h."""
+    reset, update = torch.sigmoid(x[0] + r[0]), torch.sigmoid(x[1] + r[1])
+    candidate = torch.tanh(x[2] + units.linear(reset * h, w.weight_hn))
+    return (1 - update) * candidate + update * h
+
+
+@lltm_ext.recurrence(
+    gates=2,
+    states=("c",),
+    parameters=("b",),
+    inputs=("gap",),
+    weights={"square": (1, 1), "tall": (2, 1), "broad": (1, 2)},
+)
+def mogrified(x, h, s, p, u, w, units):
+    """Products one after the other and side by side, of one weight twice, of a value without gradients."""
+    a = torch.sigmoid(x[0]) * h
+    b = 2 * torch.sigmoid(units.linear(a, w.square)) * x[1]
+    a = 2 * torch.sigmoid(units.linear(b, w.square)) * a
+    d, e = units.linear(a + u.gap, w.tall)
+    n = units.linear((d, e * h), w.broad)
+    c = torch.sigmoid(n) * s.c + p.b * torch.tanh(d)
+    return torch.tanh(c + n + units.linear(torch.tanh(u.gap + p.b), w.square)), (c,)
+
+
+WITH_WEIGHTS = {cell.__name__: cell for cell in (gru_with_reset_first, mogrified)}
+
+
+@lltm_ext.recurrence(
+    gates=3, states=("m",), parameters=("scale",), weights={"block": (1, 1), "out": (3, 1)}, inputs=("gap",)
+)
+def norms_between_products(x, h, s, p, u, w, units):
+    """A norm of a product, a product of the norm, and a sum over the units in each stage."""
+    a = units.rms_norm(units.linear(h * torch.sigmoid(x[0]), w.block), p.scale)
+    r, n, z = units.layer_norm(units.linear(torch.tanh(a) + 0.1 * units.mean(s.m), w.out))
+    update = torch.sigmoid(z + x[2] - u.gap)
+    new_h = update * torch.tanh(torch.sigmoid(r) * n + x[1]) + (1 - update) * h
+    return new_h, (units.softmax(new_h + s.m),)
+
+
 @lltm_ext.recurrence(gates=2, states=("fast", "slow"), parameters=("rate",), inputs=("gap",), recurrent=False)
 def without_product(x, h, s, p, u):
     fast = torch.sigmoid(p.rate) * s.fast + x[0]
@@ -111,7 +152,7 @@ SIDES = {"rnn_relu": (8,), "indrnn": (8,), "lif": (4,), "slstm": (6, -6, 0, 0)}
 
 
 def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True, heads=1):
-    """A Call of input, states, weight_ih, weight_hh, bias, parameters' values. `steps`: [T, B], or [N] packed."""
+    """A Call of input, states, weight_ih, weight_hh, bias, values of parameters. `steps`: [T, B], [N]."""
     rows = cell.gates * hidden
     if cell.gates == 0:
         input_size, bias = 0, False
@@ -119,6 +160,8 @@ def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True, heads=
     weight_ih = make(rows, input_size, scale=0.5 * input_size**-0.5) if cell.gates > 0 else None
     rows_hh, scale = len(cell.recurrent_gates) * hidden, 0.5 * max(hidden, 1) ** -0.5
     weight_hh = make(rows_hh, hidden // heads, scale=scale) if cell.recurrent else None
+    if cell.weights:  # with rows for all gates, then the blocks of its own weights
+        weight_hh = make(cell.rows_of_products * hidden, hidden, scale=scale)
     biases = make(rows) if bias else None
     if bias and cell.__name__ in SIDES and make.dtype.itemsize == 2:
         sign = torch.tensor([1.0, -1.0]).repeat(hidden)[:hidden]
@@ -130,14 +173,25 @@ def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True, heads=
     return Call(make(*steps, input_size), states, weight_ih, weight_hh, biases, parameters)
 
 
+def named_parameters(cell, values):
+    """The parameters of a call, given their values of a unit."""
+    rest = iter(values)
+    return {name: torch.cat([next(rest) for _ in range(n)]) for name, n in cell.widths().items()}
+
+
 def call_of(cell, make, length=5, batch=3, hidden=6, input_size=4, heads=1):
     """A Call of a cell with its arguments, except the inputs of its steps."""
     input, states, *weights, parameters = arguments_of(
         cell, make, (length, batch), batch, hidden, input_size, heads=heads
     ).args
     hx = tuple(states) if cell.states else states[0]
-    input, values = input if cell.gates > 0 else None, iter(parameters)
-    named = {name: torch.cat([next(values) for _ in range(n)]) for name, n in cell.widths().items()}
+    input = input if cell.gates > 0 else None
+    named = named_parameters(cell, parameters)
+    if cell.weights:
+        weights[1] = weights[1][: len(cell.recurrent_gates) * hidden].clone()
+    named |= {
+        name: make(n * hidden, k * hidden, scale=0.5 * hidden**-0.5) for name, (n, k) in cell.weights.items()
+    }
     return Call(input, hx, *weights, **named)
 
 

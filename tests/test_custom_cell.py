@@ -5,7 +5,16 @@ import functools
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from cell_examples import CELLS, SURROGATES, TEXTS, WITH_OUTPUT, WITHOUT_PRODUCT, Example
+from cell_examples import (
+    CELLS,
+    SURROGATES,
+    TEXTS,
+    WITH_OUTPUT,
+    WITH_WEIGHTS,
+    WITHOUT_PRODUCT,
+    Example,
+    norms_between_products,
+)
 from op_suite import (
     BACKWARD,
     DOUBLE,
@@ -462,6 +471,16 @@ def steps_and_curves(x, h):
     smooth = torch.sinh(x[0]) + torch.cosh(h) * torch.atan(x[1])
     whole = torch.floor(smooth) + torch.round(x[0]) * torch.fmod(h, 0.5) + torch.trunc(x[1])
     return whole * smooth + lltm_ext.spike(h - x[1]) + lltm_ext.round(smooth)
+
+
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_90"])
+@passes
+@pytest.mark.parametrize("cell", [*WITH_WEIGHTS.values(), norms_between_products], ids=lambda x: x.__name__)
+def test_the_stages_of_a_step_with_further_products_compile(cell, backward, architecture):
+    last = max(x.back_stage if backward else x.stage for x in cell.derived.products) + 1
+    for stage in range(last + 1):
+        for dtype in (torch.bfloat16, DOUBLE):
+            binary(cell.programs[dtype], dtype, backward, -1, architecture, stage=stage)
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -489,7 +489,10 @@ REFUSALS = {
         "mean": (lambda x: x[0] - x[0].mean(), "calls mean, a reduction over units"),
         "sum": (lambda x: torch.sum(x[0], -1), "calls sum, a reduction"),
         "softmax": (lambda x: torch.softmax(x[0], 0), "calls softmax, a reduction"),
-        "Linear": (lambda x: LINEAR(x[0]), "a product over units; .* of the weights with the previous h"),
+        "Linear": (
+            lambda x: LINEAR(x[0]),
+            "a product over units; .*units.linear.v, w.name. multiplies by a weight",
+        ),
         "stack": (lambda x: torch.stack([*x]), "calls stack, a reduction"),
         "cat": (lambda x: torch.cat([*x]), "calls cat, a reduction"),
         "layer_norm": (lambda x: F.layer_norm(x[0], ()), "calls layer_norm, a reduction"),
@@ -527,7 +530,10 @@ REFUSALS = {
         "nested": (lambda x, s: ((x[0],), (s.c,)), r"return \(h, \(c,\)\), got a tuple of 2"),
         "condition": (lambda x, s: (x[0] > 0, (s.c,)), r"new h to be a number, got the condition"),
         "unpack": (lambda x: (lambda a: a)(*x), "takes 1 positional argument but 2"),
-        "argument": (lambda x, y: x[0], "a function of any of x, r, h, s, p, u, units, got the argument y"),
+        "argument": (
+            lambda x, y: x[0],
+            "a function of any of x, r, h, s, p, u, w, units, got the argument y",
+        ),
         "variadic": (lambda *x: x[0], r"got the argument \*x"),
     },
     ValueError: {

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import lltm_ext
-from lltm_ext._formula.graph import OPS
+from lltm_ext._formula.graph import OPS, OVER_UNITS
 from lltm_ext._formula.text import SEPARATOR
 
 COMPARING = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "where")
@@ -31,6 +31,7 @@ FUNCTIONS = {
 }
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "logaddexp", "pow", "fmod")
 INTERNAL = ("gelu_derivative", "detach", "straight_through")  # no function of a user's is one alone
+INTERNAL += (*OVER_UNITS, "product", "product_back")  # test_units.py and test_own_weights.py have these
 ORDINARY = [*(x / 8 for x in range(-200, 201)), 1e-3, 1e-6, 0.1, 0.9, 1.1, 30.5, 87.5, -87.5]
 SPECIAL = [math.nan, math.inf, -math.inf, 0.0, 1e-40, -1e-40, 88.6, 104.0, -104.0, 3e38, -3e38]
 
@@ -113,13 +114,15 @@ def test_more_decisions_than_one_saved_number_has():
 
 
 BAD_LISTS = {
-    "an unknown op": ("x0 twice,0 > h0,1", "expected one of xrhspu, got 'twice'"),
+    "an unknown op": ("x0 twice,0 > h0,1", "expected one of xrhspuq, got 'twice'"),
     "an argument that is none": ("x0 neg,7 > h0,1", "got '7'"),
     "an argument of a later op": ("x0 neg,2 neg,0 > h0,1", "expected arguments before neg"),
     "a result without a value": ("x0 > h0", "expected a result, got 'h0'"),
     "a leaf that the cell lacks": ("x1 > h0,0", "got '1'"),
-    "a leaf of the backward": ("d0 > h0,0", "expected one of xrhspu, got 'd0'"),
+    "a leaf of the backward": ("d0 > h0,0", "expected one of xrhspuq, got 'd0'"),
     "a result that it lacks": ("x0 > s0,0", "got '0'"),
+    "a product that the cell lacks": ("x0 q0 > h0,1", "got '0'"),
+    "a stage that it lacks": ("x0 > h0,0 | x0 > h0,0", "expected the instructions of 0 stages"),
 }
 
 

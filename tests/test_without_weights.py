@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from cell_examples import CELLS, arguments_of, everything
+from cell_examples import CELLS, arguments_of, everything, named_parameters
 from op_suite import BACKWARD, DOUBLE, FORWARD, Call, Make, assert_all_near, assert_same_bits, sum_of_squares
 from sequence_suite import KINDS, assert_values_and_gradients
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -23,7 +23,7 @@ def projected_call(cell, make, length=5, batch=3, hidden=HIDDEN, bias=True):
     call = arguments_of(cell, make, (length, batch), batch, hidden, rows, bias)
     input, states, _, *weights, parameters = call.args
     hx = tuple(states) if cell.states else states[0]
-    return Call(input, hx, None, *weights, **dict(zip(cell.parameters, parameters, strict=True)))
+    return Call(input, hx, None, *weights, **named_parameters(cell, parameters))
 
 
 def by_identity(cell, **how):

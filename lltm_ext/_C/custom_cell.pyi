@@ -13,6 +13,7 @@ def source(
     on_tensor_cores: bool = False,
     dense: bool = False,
     block_threads: int = 0,
+    stage: int = 0,
 ) -> str: ...
 def compile(
     program: str,
@@ -28,6 +29,7 @@ def compile(
     on_tensor_cores: bool = False,
     dense: bool = False,
     block_threads: int = 0,
+    stage: int = 0,
 ) -> bytes: ...
 def compilations() -> int: ...
 def add_compiled_cell(arg0: str, arg1: int) -> None: ...

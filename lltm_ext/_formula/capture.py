@@ -85,15 +85,17 @@ class Tracer(TorchDispatchMode):
         """The values of ``step`` with the gradient of ``curve``."""
         return self.tensor(make("straight_through", self.node(step), self.node(curve)))
 
-    def over_units(self, op: str, x: Tensor) -> Tensor:
-        """The node of an op over all units of a row."""
-        node = self.graph.number(self.node(x))
-        if node.op == CONSTANT:
+    def over_units(self, op: str, *tensors: Tensor) -> Tensor:
+        """The node of an op over all units of a row, of a value, or of a weight's block and a value."""
+        *weight, value = map(self.node, tensors)
+        value = self.graph.number(value)
+        if value.op == CONSTANT:
+            name = "linear" if weight else op.removeprefix("units_")
             raise RuntimeError(
-                f"calls units.{op.removeprefix('units_')} on the number {node!r}, which all units share; it "
-                "takes a value that is computed from the arguments"
+                f"calls units.{name} on the number {value!r}, which all units share; it takes a value that "
+                "is computed from the arguments"
             )
-        return self.tensor(make(op, node))
+        return self.tensor(make(op, *weight, value))
 
     def node(self, x: Tensor) -> Node:
         if id(x) not in self._nodes:
@@ -214,8 +216,8 @@ REASONS = (
     ),
     (
         "(.*mm|.*mv|dot|vdot|matmul|einsum|.*conv.*|linear|bilinear|outer)",
-        f"a product over units; {ONE_UNIT}, and the only product of a step is that of the weights with the "
-        "previous h",
+        f"a product over units; {ONE_UNIT}. Besides the product of weight_hh with the previous h, "
+        "units.linear(v, w.name) multiplies by a weight that the cell declares, weights=('name',)",
     ),
     (
         "(view|reshape|_?unsafe_view|expand|(un)?squeeze|select|slice|index.*|gather|permute|t|transpose|split.*"
@@ -406,7 +408,7 @@ ATEN: dict[str, Callable[..., Any]] = {
 
 class Captured(NamedTuple):
     graph: Graph
-    leaves: dict[str, list[Node]]  # those of x, r, h, s, p and u that the declaration has
+    leaves: dict[str, list[Node]]  # those of x, r, h, s, p, u and w that the declaration has
     outputs: list[Node]  # the new h, the new states
 
 
@@ -425,7 +427,7 @@ def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
             graph.leaf(f"{argument}.{name}" if name else f"{argument}[{i}]")
             for i, name in enumerate(declared.names(argument))
         ]
-        for argument in ("x", "r", "s", "p", "u")
+        for argument in ("x", "r", "s", "p", "u", "w")
         if argument != "r" or declared.separate
     }
     leaves |= {"h": [graph.leaf("h")]} | ({} if declared.separate else {"r": []})

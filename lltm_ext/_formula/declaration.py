@@ -11,8 +11,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-ARGUMENTS = ("x", "r", "h", "s", "p", "u", "units")  # what a cell's function may take
-OPTIONS = {"s": "states", "p": "parameters", "u": "inputs"}  # the options that name the values of these
+ARGUMENTS = ("x", "r", "h", "s", "p", "u", "w", "units")  # what a cell's function may take
+# The options that name the values of these
+OPTIONS = {"s": "states", "p": "parameters", "u": "inputs", "w": "weights"}
+
+
+class Weight(NamedTuple):
+    """A weight of a cell besides weight_ih and weight_hh: [rows*H, columns*H], in blocks of [H, H].
+
+    A function gets it with a tensor for each block, which represents a node.
+    """
+
+    name: str
+    rows: int = 1
+    columns: int = 1
+    blocks: tuple[Tensor, ...] = ()  # row by row
 
 
 class Declaration(NamedTuple):
@@ -26,6 +39,7 @@ class Declaration(NamedTuple):
     inputs: tuple[str, ...] = ()
     recurrent: bool = True
     output: str = "h"
+    weights: tuple[Weight, ...] = ()
 
     @property
     def output_state(self) -> int:
@@ -33,11 +47,24 @@ class Declaration(NamedTuple):
         return -1 if self.output == "h" else self.states.index(self.output)
 
     def names(self, argument: str) -> tuple[str, ...]:
-        """The names of the values of x, r, s, p or u; "" for those without a name."""
+        """The names of the values of x, r, s, p or u, or of the blocks of w; "" for those without a name."""
+        if argument == "w":
+            return tuple(
+                f"{w.name}[{i}]" if w.rows * w.columns > 1 else w.name
+                for w in self.weights
+                for i in range(w.rows * w.columns)
+            )
         names: tuple[str, ...] = (
             getattr(self, OPTIONS[argument]) if argument in OPTIONS else ("",) * self.gates
         )
         return names
+
+    def weights_of(self, blocks: Sequence[Any]) -> dict[str, Weight]:
+        """The weights with their blocks."""
+        rest, found = iter(blocks), {}
+        for w in self.weights:
+            found[w.name] = w._replace(blocks=tuple(next(rest) for _ in range(w.rows * w.columns)))
+        return found
 
 
 def is_name(name: object) -> bool:
@@ -153,18 +180,22 @@ def call(
 
     Args:
         taken: the function's arguments, as arguments_of gives them.
-        values: the previous h, the operations over units, and for x, r, s, p and u sequences of tensors that
-            represent nodes.
+        values: the previous h, the operations over units, and for x, r, s, p, u and w sequences of tensors
+            that represent nodes.
     """
-    parameters = by_parameter(declared.parameters, values["p"])
-    arguments = {
-        name: values[name]
-        if name in ("h", "units")
-        else Values("p", tuple(parameters), tuple(parameters.values()))
-        if name == "p"
-        else Values(name, declared.names(name), values[name])
-        for name in taken
+    named = {
+        "p": by_parameter(declared.parameters, values["p"]),
+        "w": declared.weights_of(values.get("w", ())),
     }
+
+    def argument(name: str) -> Any:
+        if name in ("h", "units"):
+            return values[name]
+        if name in named:
+            return Values(name, tuple(named[name]), tuple(named[name].values()))
+        return Values(name, declared.names(name), values[name])
+
+    arguments = {name: argument(name) for name in taken}
     result = function(**arguments)
     h, states = result if isinstance(result, tuple) and len(result) == 2 else (result, ())
     states = [states] if isinstance(states, Tensor) else states

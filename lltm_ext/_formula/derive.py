@@ -20,7 +20,7 @@ from torch import Tensor
 from lltm_ext._formula.affine import affine, are_affine_together
 from lltm_ext._formula.capture import Captured, capture
 from lltm_ext._formula.declaration import Declaration
-from lltm_ext._formula.emit import CellNodes, Struct, emit, saved_numbers
+from lltm_ext._formula.emit import CellNodes, Product, Struct, emit, saved_numbers
 from lltm_ext._formula.graph import (
     CHEAP,
     CONSTANT,
@@ -91,7 +91,7 @@ def choose_saved(gradients: Iterable[Node], cotangents: Iterable[Node], free: It
     for node in fixed:
         # Kernels may fuse a product and a sum in different ways, which near a jump decides a comparison.
         known = exact if not node.is_step else [x for x in exact if not x.args or x.is_step]
-        if node.args and all(arg in known for arg in node.args):
+        if node.args and node.op != "product" and all(arg in known for arg in node.args):
             exact.append(node)
 
     flow = Flow()
@@ -190,12 +190,43 @@ class Flow:
         return set(before)
 
 
+def products_of(
+    outputs: Sequence[Node], gradients: Mapping[Node, Node], weights: Sequence[Node]
+) -> tuple[Product, ...]:
+    """The products of a step besides that with h, in the order in which the forward computes them.
+
+    Args:
+        outputs: as captured.
+        gradients: by the nodes of which they are, without what serves gradients only.
+    """
+    captured = [node for node in ancestors(outputs) if node.op == "product"]
+    zero = outputs[0].graph.constant(0.0)
+    found: dict[Node, Node] = {}
+    for old, node in zip(captured, without_straight_through(captured), strict=True):
+        found[node] = found.get(node, zero) + gradients.get(old, zero)
+    forward, backward = levels(found, "product"), levels(found.values(), "product_back")
+    products = (
+        Product(node, weights.index(node.args[0]), gradient, forward[node] - 1, backward[gradient])
+        for node, gradient in found.items()
+    )
+    return tuple(sorted(products, key=lambda x: (x.stage, x.value.index, x.block)))
+
+
+def levels(nodes: Iterable[Node], op: str) -> dict[Node, int]:
+    """The most of such ops on a path to each node and its ancestors, itself included."""
+    found: dict[Node, int] = {}
+    for node in ancestors(nodes):
+        found[node] = max((found[arg] for arg in node.args), default=0) + (node.op == op)
+    return found
+
+
 class Derived:
     """A cell as nodes: forward, backward, what is saved between them.
 
     Attributes:
         declaration: the declaration that was given.
-        leaves: the nodes of x, r, h, s, p and u.
+        leaves: the nodes of x, r, h, s, p, u and w.
+        products: the products of a step besides that with h.
         outputs: the nodes of the new h and the new states.
         cotangents: the nodes of their gradients.
         gradients: the nodes of the gradients of x, r, h, s and p; a constant 0 where there is none.
@@ -212,7 +243,7 @@ class Derived:
         self.declaration = declaration
         self.graph, self.leaves, self._captured = captured
         self.cotangents = [self.graph.leaf(f"grad_{name}") for name in ("h", *declaration.states)]
-        inputs = [node for argument in DIFFERENTIABLE for node in self.leaves[argument]]
+        inputs = [node for argument in (*DIFFERENTIABLE, "w") for node in self.leaves[argument]]
         found = differentiate(self._captured, self.cotangents, inputs)
         found = dict(zip(found, without_straight_through(list(found.values())), strict=True))
         self.outputs = without_straight_through(self._captured)
@@ -220,7 +251,9 @@ class Derived:
         self.gradients = {
             argument: [found.get(node, zero) for node in self.leaves[argument]] for argument in DIFFERENTIABLE
         }
+        self.products = products_of(self._captured, found, self.leaves["w"])
         self._results = [node for nodes in self.gradients.values() for node in nodes]
+        self._results += [x for product in self.products for x in (product.value, product.gradient)]
         self._nodes = CellNodes(
             declaration,
             self.leaves,
@@ -229,6 +262,7 @@ class Derived:
             self.gradients,
             self.reads_h,
             self.over_units,
+            self.products,
         )
         self.saved, self.wide = self._choose_saved()
         self.struct = self._emit(self.saved)
@@ -257,7 +291,7 @@ class Derived:
 
     def _choose_saved(self) -> tuple[list[Node], tuple[Node, ...]]:
         """What the forward saves, and which values of it half types would round too coarsely."""
-        free = [node for argument in self._nodes.free for node in self.leaves[argument]]
+        free = [node for argument in self._nodes.free + "w" for node in self.leaves[argument]]
         if self.declaration.recurrent:
             saved = choose_saved(self._results, self.cotangents, free)
             return saved, errors_cancel(saved, [*self.outputs, *saved], self.leaves)
@@ -276,6 +310,11 @@ class Derived:
         return emit(self._nodes, saved, wide, jumps)._replace(instructions=both)
 
     @property
+    def fed(self) -> list[Node]:
+        """The values that products take, each once."""
+        return self._nodes.fed
+
+    @property
     def saved_names(self) -> tuple[str, ...]:
         """What forward saves, in the user's names."""
         return tuple(map(repr, self.saved))
@@ -287,13 +326,13 @@ class Derived:
 
     @property
     def over_units(self) -> bool:
-        """Whether something of the cell is computed over all units of a row."""
+        """Whether something of the cell, besides products, is computed over all units of a row."""
         return any(node.op in OVER_UNITS for node in ancestors([*self.outputs, *self._results]))
 
     @property
     def zeros_stay(self) -> bool:
         """Whether a unit stays zero whose inputs, states and parameters are, and so do its gradients."""
-        if self.over_units:
+        if self.over_units or self.products:
             return False
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
         values = {argument: [zero] * len(nodes) for argument, nodes in self.leaves.items()}
@@ -340,11 +379,12 @@ class Derived:
         """
         free = {
             node: x
-            for k in self._nodes.free
+            for k in self._nodes.free + "w"
             for node, x in zip(self.leaves[k], values.get(k, ()), strict=True)
         }
         known = free | dict(zip((*self.saved, *self.cotangents), (*saved, *grads), strict=True))
-        results = iter(run(self._results, list(known), list(known.values())))
+        targets = [node for nodes in self.gradients.values() for node in nodes]
+        results = iter(run(targets, list(known), list(known.values())))
         return {argument: [next(results) for _ in nodes] for argument, nodes in self.gradients.items()}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from lltm_ext._formula.declaration import Declaration
-from lltm_ext._formula.graph import CONSTANT, LEAF, OPS, Node, ancestors
+from lltm_ext._formula.graph import CONSTANT, LEAF, OPS, Node, ancestors, make
 
 STRUCT = """\
 // {name}, {origin}. x[i]: a gate's pre-activation.
@@ -18,7 +18,7 @@ struct Cell {{
   static constexpr int kParameters = {parameters}, kStepInputs = {inputs};
   static constexpr bool kRecurrent = {recurrent}, kSeparate = {separate}, kReadsH = {reads_h};
   static constexpr int kOutputState = {output_state};  // -1: h
-  static constexpr bool kWideProjections = {wide}, kBackwardReadsH = {backward_reads_h};{over_units}
+  static constexpr bool kWideProjections = {wide}, kBackwardReadsH = {backward_reads_h};{others}
   LLTM_HOST_DEVICE static constexpr bool backward_reads(int gate) {{ return {backward_reads}; }}
 
   template <typename Math, typename A>
@@ -34,6 +34,30 @@ A (&saved)[{saved_array}]) {{
 {backward}
   }}
 }};
+"""
+
+
+OVER_UNITS = "\n  static constexpr bool kOverUnits = true;"
+
+# Of a cell with products besides that with h.
+STAGES = """
+  static constexpr int kProducts = {products}, kFed = {fed};
+  // The stage that computes what products take, and that of the backward that finds a product's gradient.
+  LLTM_HOST_DEVICE static constexpr int stage_of(int i) {{ return {stages}; }}
+  LLTM_HOST_DEVICE static constexpr int back_stage_of(int i) {{ return {back_stages}; }}
+
+  template <int kStage, typename Math, typename A>
+  LLTM_HOST_DEVICE static void feed(const CellInputs<Cell, A>& in, const A (&states)[{state_array}],
+                                    A (&fed)[{fed}]) {{
+{feed}
+  }}
+
+  template <int kStage, typename Math, typename A>
+  LLTM_HOST_DEVICE static void feed_back(const A (&saved)[{saved_array}], const CellInputs<Cell, A>& in,
+                                         A grad_h, const A (&grad_states)[{state_array}],
+                                         A (&grad_products)[{products}]) {{
+{feed_back}
+  }}
 """
 
 
@@ -131,6 +155,25 @@ def saved_numbers(nodes: Sequence[Node], wide: Collection[Node]) -> tuple[list[S
     return found, count
 
 
+class Product(NamedTuple):
+    """A product of a block [H, H] of a weight with a value of all units."""
+
+    node: Node
+    block: int  # which one of all blocks
+    gradient: Node  # of the product
+    stage: int  # how many products, one after the other, the value depends on
+    back_stage: int  # likewise the gradient, on products with transposed blocks
+
+    @property
+    def value(self) -> Node:
+        return self.node.args[1]
+
+    @property
+    def back(self) -> Node:
+        """The gradient's product with the transposed block, which is part of the value's gradient."""
+        return make("product_back", self.node.args[0], self.gradient)
+
+
 class CellNodes(NamedTuple):
     """Forward and backward of a cell, as Derived describes them."""
 
@@ -141,6 +184,25 @@ class CellNodes(NamedTuple):
     gradients: Mapping[str, Sequence[Node]]
     reads_h: bool
     over_units: bool
+    products: tuple[Product, ...] = ()
+
+    @property
+    def fed(self) -> list[Node]:
+        """The values that products take, each once, in the order of the products."""
+        return list(dict.fromkeys(product.value for product in self.products))
+
+    @property
+    def stages(self) -> list[list[Node]]:
+        """The values that the products of each stage take."""
+        count = max((product.stage for product in self.products), default=-1) + 1
+        found = [[x.value for x in self.products if x.stage == stage] for stage in range(count)]
+        return [list(dict.fromkeys(values)) for values in found]
+
+    @property
+    def back_stages(self) -> list[list[Product]]:
+        """The products whose gradients the backward finds in each stage."""
+        count = max((product.back_stage for product in self.products), default=-1) + 1
+        return [[x for x in self.products if x.back_stage == stage] for stage in range(count)]
 
     @property
     def free(self) -> str:
@@ -148,11 +210,29 @@ class CellNodes(NamedTuple):
         return "pu" if self.declaration.recurrent else "puxh"
 
 
-def forward_text(cell: CellNodes, saved: Sequence[Saved], names: Names) -> list[str]:
-    results = [*cell.outputs, *(node for x in saved for node in x.nodes)]
-    live = ancestors(results)
+def forward_values(cell: CellNodes, results: Sequence[Node], names: Names) -> list[str]:
+    """The definitions of values of the forward."""
+    known = [product.node for product in cell.products]
+    live = ancestors(results, known)
     lines = [f"const A {names(s)} = states[{k}];" for k, s in enumerate(cell.leaves["s"]) if s in live]
-    lines += statements(results, (), names)
+    return lines + statements(results, known, names)
+
+
+def backward_values(
+    cell: CellNodes, saved: Sequence[Saved], results: Sequence[Node], names: Names
+) -> list[str]:
+    """The definitions of values of the backward."""
+    lines = [line for x in saved for line in x.from_saved(names)]
+    known = [node for x in saved for node in x.nodes] + [product.back for product in cell.products]
+    live = ancestors(results, known)
+    lines += [
+        f"const A {names(g)} = grad_states[{k}];" for k, g in enumerate(cell.cotangents[1:]) if g in live
+    ]
+    return lines + statements(results, known, names)
+
+
+def forward_text(cell: CellNodes, saved: Sequence[Saved], names: Names) -> list[str]:
+    lines = forward_values(cell, [*cell.outputs, *(node for x in saved for node in x.nodes)], names)
     numbers = [number for x in saved for number in x.to_save(names)]
     lines += [f"saved[{j}] = {number};" for j, number in enumerate(numbers)]
     lines += [f"states[{k}] = {names(node)};" for k, node in enumerate(cell.outputs[1:])]
@@ -160,15 +240,9 @@ def forward_text(cell: CellNodes, saved: Sequence[Saved], names: Names) -> list[
 
 
 def backward_text(cell: CellNodes, saved: Sequence[Saved], names: Names) -> list[str]:
-    lines = [line for x in saved for line in x.from_saved(names)]
     gradients = cell.gradients
     results = [node for nodes in gradients.values() for node in nodes]
-    known = [node for x in saved for node in x.nodes]
-    live = ancestors(results, known)
-    lines += [
-        f"const A {names(g)} = grad_states[{k}];" for k, g in enumerate(cell.cotangents[1:]) if g in live
-    ]
-    lines += statements(results, known, names)
+    lines = backward_values(cell, saved, [*results, *cell.fed], names)
     for target, argument in (
         ("grads.x", "x"),
         ("grads.r", "r"),
@@ -178,7 +252,51 @@ def backward_text(cell: CellNodes, saved: Sequence[Saved], names: Names) -> list
         lines += [f"{target}[{i}] = {names(node)};" for i, node in enumerate(gradients[argument])]
     if cell.reads_h:
         lines.append(f"grads.h = {names(gradients['h'][0])};")
-    return lines
+    return lines + [f"grads.fed[{i}] = {names(node)};" for i, node in enumerate(cell.fed)]
+
+
+def by_stage(stages: Sequence[list[str]]) -> list[str]:
+    """Statements, those of each stage in a branch of its own."""
+    lines = []
+    for stage, of_stage in enumerate(stages):
+        lines += [f"{'} else ' if stage else ''}if constexpr (kStage == {stage}) {{"]
+        lines += [f"  {line}" for line in of_stage]
+    return [*lines, "}"]
+
+
+def stages_text(
+    cell: CellNodes, saved: Sequence[Saved], count: int, places: dict[Node, str], in_backward: dict[Node, str]
+) -> str:
+    """What the struct of a cell with further products has besides."""
+    if not cell.products:
+        return ""
+    feed = []
+    for values in cell.stages:
+        names = Names(places)
+        lines = forward_values(cell, values, names)
+        feed.append([*lines, *(f"fed[{cell.fed.index(x)}] = {names(x)};" for x in values)])
+    feed_back = []
+    for products in cell.back_stages:
+        names = Names(in_backward)
+        lines = backward_values(cell, saved, [x.gradient for x in products], names)
+        results = (f"grad_products[{cell.products.index(x)}] = {names(x.gradient)};" for x in products)
+        feed_back.append([*lines, *results])
+    stage_of = [next(x.stage for x in cell.products if x.value is value) for value in cell.fed]
+    return STAGES.format(
+        products=len(cell.products),
+        fed=len(cell.fed),
+        stages=chosen(stage_of),
+        back_stages=chosen([x.back_stage for x in cell.products]),
+        state_array=max(len(cell.leaves["s"]), 1),
+        saved_array=max(count, 1),
+        feed=indented(by_stage(feed)),
+        feed_back=indented(by_stage(feed_back)),
+    ).rstrip()
+
+
+def chosen(numbers: Sequence[int]) -> str:
+    """The C++ expression of the i-th of the numbers."""
+    return "".join(f"i == {i} ? {n} : " for i, n in enumerate(numbers[:-1])) + str(numbers[-1])
 
 
 class Struct(NamedTuple):
@@ -204,11 +322,15 @@ def emit(
     saved, count = saved_numbers(nodes, wide)
     inputs = {"x": "in.x", "r": "in.r", "p": "in.parameters", "u": "in.steps"}
     places = {leaves["h"][0]: "in.h", cell.cotangents[0]: "grad_h"}
+    for i, product in enumerate(cell.products):
+        places[product.node] = places[product.back] = f"in.products[{i}]"
     for argument, array in inputs.items():
         places |= {node: f"{array}[{i}]" for i, node in enumerate(leaves[argument])}
     in_backward = {node: place for node, place in places.items() if node not in nodes}
     results = [node for of_argument in cell.gradients.values() for node in of_argument]
-    read = set(ancestors(results, nodes)) - set(nodes)
+    known = [*nodes, *(product.back for product in cell.products)]
+    results += [x for product in cell.products for x in (product.value, product.gradient)]
+    read = set(ancestors(results, known)) - set(nodes)
     for k, (state, cotangent) in enumerate(zip(leaves["s"], cell.cotangents[1:], strict=True)):
         places[state] = in_backward[state] = f"s{k}"
         in_backward[cotangent] = f"grad_s{k}"
@@ -226,7 +348,7 @@ def emit(
         wide_projections,
         [g for g, node in enumerate(leaves["x"]) if node in read],
         leaves["h"][0] in read,
-        cell.over_units,
+        OVER_UNITS * cell.over_units + stages_text(cell, saved, count, places, in_backward),
     )
 
 
@@ -241,7 +363,7 @@ def struct_of(
     wide_projections: bool = False,
     backward_reads: Sequence[int] = (),
     backward_reads_h: bool = False,
-    over_units: bool = False,
+    others: str = "",
 ) -> Struct:
     """Writes the struct with the lines of its two functions. `saved` describes the `saves` numbers."""
     source = STRUCT.format(
@@ -260,7 +382,7 @@ def struct_of(
         wide=flag(wide_projections),
         backward_reads=" || ".join(f"gate == {g}" for g in backward_reads) or "false",
         backward_reads_h=flag(backward_reads_h),
-        over_units="\n  static constexpr bool kOverUnits = true;" if over_units else "",
+        others=others,
         state_array=max(len(declared.states), 1),
         saved_array=max(saves, 1),
         forward=indented(forward),

@@ -352,6 +352,15 @@ OPS = {
         lambda g, y, x: (make("units_cumsum", g),),
         NEVER,
     ),
+    # With a block [H, H] of a weight, whose gradient is no value of a unit, so no node (Derived.products).
+    "product": Op(
+        "product({0}, {1})",
+        lambda w, v: v @ w.t(),
+        lambda g, y, w, v: (None, make("product_back", w, g)),
+        NEVER,
+        takes_numbers=False,
+    ),
+    "product_back": Op("product_back({0}, {1})", torch.Tensor.__rmatmul__, None, NEVER, takes_numbers=False),
 }
 OVER_UNITS = [name for name in OPS if name.startswith("units_")]
 

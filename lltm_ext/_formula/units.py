@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lltm_ext._formula.declaration import Weight
+
 
 class Units:
     """The argument ``units`` of a cell's function.
@@ -17,8 +19,35 @@ class Units:
     dimension of the units.
     """
 
-    def __init__(self, over_units: Callable[[str, Tensor], Tensor]):
+    def __init__(self, over_units: Callable[..., Tensor]):
         self._over_units = over_units
+
+    def linear(self, values: Any, weight: Weight) -> Any:
+        """The product with a weight of the cell, as :func:`torch.nn.functional.linear` of the whole row.
+
+        Args:
+            values: a value, or as many as the weight [n*H, k*H] has columns for, k.
+            weight: ``w.name``, of the ``weights`` of the cell.
+
+        Returns:
+            A value; for n > 1 a tuple of n.
+        """
+        values = listed(values)
+        if not isinstance(weight, Weight):
+            raise TypeError(
+                "expected the weight of units.linear to be w.name, which the cell declares by weights=, got "
+                f"{type(weight).__name__}"
+            )
+        if len(values) != weight.columns:
+            raise ValueError(
+                f"expected {weight.columns} values for the product with w.{weight.name}, got {len(values)}"
+            )
+        rows = [weight.blocks[i : i + weight.columns] for i in range(0, len(weight.blocks), weight.columns)]
+        results = [
+            added([self._over_units("product", block, x) for block, x in zip(row, values, strict=True)])
+            for row in rows
+        ]
+        return results[0] if len(results) == 1 else tuple(results)
 
     def sum(self, values: Any) -> Tensor:
         """The sum of all units' values."""

@@ -11,6 +11,7 @@
 
 #include "custom_cell/custom_cell.h"
 #include "custom_cell/launch.h"
+#include "custom_cell/own_products.h"
 
 namespace lltm_ext {
 namespace {
@@ -226,6 +227,9 @@ struct DirectionChunk {
   int64_t steps() const { return static_cast<int64_t>(chunk.last - chunk.first); }
   at::Tensor grad_gates;        // [rows of the chunk, G * H]
   at::Tensor grad_projections;  // likewise; is grad_gates if the cell sees only sums
+  // Of the products with the cell's own weights: [rows of the chunk, products * H], and what they took,
+  // [rows of the chunk, fed * H].
+  at::Tensor grad_products, fed;
 };
 
 struct Backward {
@@ -250,12 +254,14 @@ struct Backward {
         if (from_last > direction.chunks.size()) continue;  // packed directions may differ in their chunks
         const Chunk chunk = direction.chunks[direction.chunks.size() - from_last];
         const int64_t count = chunk.end - chunk.begin;
-        const auto rows = [&] { return at::empty({count, shape.gates * sizes.hidden}, input.options()); };
+        const auto planes = [&](int64_t n) { return at::empty({count, n * sizes.hidden}, input.options()); };
         // Without weight_ih the gradient of the projections is that of the input.
         const bool is_of_input = direction.grad_input.defined() && !direction.inputs.weight_ih.defined();
-        const at::Tensor projections =
-            is_of_input ? flatten_rows(direction.grad_input).narrow(0, chunk.begin, count) : rows();
-        parts.push_back({direction, chunk, shape.separate ? rows() : projections, projections});
+        const at::Tensor projections = is_of_input
+                                           ? flatten_rows(direction.grad_input).narrow(0, chunk.begin, count)
+                                           : planes(shape.gates);
+        parts.push_back({direction, chunk, shape.separate ? planes(shape.gates) : projections, projections,
+                         planes(shape.products), planes(shape.fed)});
       }
       run_steps(parts);
       for (const DirectionChunk& part : parts) add_products(part, input_rows);
@@ -287,7 +293,7 @@ struct Backward {
 
   // Runs a pointwise kernel and a matrix product per step.
   void run_stepwise(const DirectionChunk& part) const {
-    const auto& [direction, chunk, grad_gates, grad_projections] = part;
+    const auto& [direction, chunk, grad_gates, grad_projections, grad_products, fed] = part;
     direction.write_zeros();
     direction.add_bias();
     const at::Tensor &gates = direction.gates, &extra = direction.extra, &grad_h = direction.grad_h,
@@ -295,51 +301,66 @@ struct Backward {
     const int64_t batch = grad_h.size(0), hidden = grad_h.size(1);
     const at::Tensor dy = direction.grad_output.value_or(at::Tensor());
     const Matmul matmul(h);
+    const OwnProducts own(shape, op.products(), hidden);
+    const int stages = op.stages(/*backward=*/true);
+    const at::Tensor own_products = at::empty({batch, shape.products * hidden}, grad_states.options());
     for (size_t k = chunk.last; k-- > chunk.first;) {
       const auto [first_row, n] = direction.steps[k];
       const RowRange previous = k > 0 ? direction.steps[k - 1] : RowRange{0, 0};
       const at::Tensor step_grad_gates = grad_gates.narrow(0, first_row - chunk.begin, n),
-                       step_grad_projections = grad_projections.narrow(0, first_row - chunk.begin, n);
-      launch("recurrence_pointwise_backward", h,
-             [&, &direction = direction, first_row = first_row, n = n](auto type, auto... stream) {
-               using T = typename decltype(type)::type;
-               StridedGradient<T> grad_output = {};
-               if (dy.defined()) {
-                 const int64_t index = dy.dim() == 3 ? first_row / batch : first_row;  // a step, or a row
-                 grad_output = {pointer<T>(dy) + index * dy.stride(0), dy.stride(-2), dy.stride(-1)};
-               }
-               const auto row_major = [&](const at::Tensor& x) {
-                 return Gates<T>::row_major(mutable_pointer<T>(x), shape.gates, hidden);
-               };
-               const auto* const step_gates = reinterpret_cast<const T*>(
-                   pointer<char>(gates) + first_row * shape.gates * hidden * gates.element_size());
-               const StepBackwardArguments<T> step = {
-                   .batch = n,
-                   .hidden = hidden,
-                   .saved = Gates<const T>::row_major(step_gates, shape.gates, hidden),
-                   .extra = rows_from<T>(extra, first_row),
-                   .parameters = pointer<T>(direction.parameters),
-                   .step_inputs = rows_from<T>(direction.step_inputs, first_row),
-                   .resets = resets_from<T>(direction.reset, first_row),
-                   .grad_initial = mutable_pointer<acc_t<T>>(direction.grad_initial),
-                   .grad_output = grad_output,
-                   .grad_h = pointer<T>(grad_h),
-                   .grad_own_h = mutable_pointer<acc_t<T>>(direction.grad_own_h),
-                   .grad_new_states = {pointer<acc_t<T>>(grad_states), hidden, 1},
-                   .grad_old_states = mutable_pointer<acc_t<T>>(grad_states),
-                   .state_stride = batch * hidden,
-                   .grad_gates = row_major(step_grad_gates),
-                   .grad_projections = row_major(step_grad_projections),
-                   .grad_sums = mutable_pointer<acc_t<T>>(direction.grad_sums),
-                   .gates = Gates<const T>::row_major(step_gates, shape.gates, hidden),
-                   .old_h = rows_from<T>(h, previous.first),
-                   .old_rows = previous.count,
-                   .h0 = pointer<T>(direction.h0),
-               };
-               return op.step(step, stream...);
-             });
+                       step_grad_projections = grad_projections.narrow(0, first_row - chunk.begin, n),
+                       step_grad_products = grad_products.narrow(0, first_row - chunk.begin, n),
+                       step_fed = fed.narrow(0, first_row - chunk.begin, n);
+      const auto run_stage = [&, &direction = direction, first_row = first_row, n = n](int stage, auto type,
+                                                                                       auto... stream) {
+        using T = typename decltype(type)::type;
+        StridedGradient<T> grad_output = {};
+        if (dy.defined()) {
+          const int64_t index = dy.dim() == 3 ? first_row / batch : first_row;  // a step, or a row
+          grad_output = {pointer<T>(dy) + index * dy.stride(0), dy.stride(-2), dy.stride(-1)};
+        }
+        const auto row_major = [&](const at::Tensor& x) {
+          return Gates<T>::row_major(mutable_pointer<T>(x), shape.gates, hidden);
+        };
+        const auto* const step_gates = reinterpret_cast<const T*>(
+            pointer<char>(gates) + first_row * shape.gates * hidden * gates.element_size());
+        const StepBackwardArguments<T> step = {
+            .batch = n,
+            .hidden = hidden,
+            .saved = Gates<const T>::row_major(step_gates, shape.gates, hidden),
+            .extra = rows_from<T>(extra, first_row),
+            .parameters = pointer<T>(direction.parameters),
+            .step_inputs = rows_from<T>(direction.step_inputs, first_row),
+            .resets = resets_from<T>(direction.reset, first_row),
+            .grad_initial = mutable_pointer<acc_t<T>>(direction.grad_initial),
+            .grad_output = grad_output,
+            .grad_h = pointer<T>(grad_h),
+            .grad_own_h = mutable_pointer<acc_t<T>>(direction.grad_own_h),
+            .grad_new_states = {pointer<acc_t<T>>(grad_states), hidden, 1},
+            .grad_old_states = mutable_pointer<acc_t<T>>(grad_states),
+            .state_stride = batch * hidden,
+            .grad_gates = row_major(step_grad_gates),
+            .grad_projections = row_major(step_grad_projections),
+            .grad_sums = mutable_pointer<acc_t<T>>(direction.grad_sums),
+            .gates = Gates<const T>::row_major(step_gates, shape.gates, hidden),
+            .old_h = rows_from<T>(h, previous.first),
+            .old_rows = previous.count,
+            .h0 = pointer<T>(direction.h0),
+            .products = pointer<acc_t<T>>(own_products),
+            .grad_products = mutable_pointer<T>(step_grad_products),
+            .fed = mutable_pointer<T>(step_fed),
+        };
+        return op.step(step, stage, stream...);
+      };
+      for (int stage = 0; stage <= stages; ++stage) {
+        launch("recurrence_pointwise_backward", h,
+               [&](auto type, auto... stream) { return run_stage(stage, type, stream...); });
+        if (stage == stages) break;
+        own.multiply_back(matmul, stage, step_grad_products, direction.inputs.weight_hh,
+                          first_rows(own_products, n));
+      }
       if (shape.recurrent) {
-        matmul(first_rows(grad_h, n), step_grad_gates, direction.inputs.weight_hh);
+        matmul(first_rows(grad_h, n), step_grad_gates, own.of_gates(direction.inputs.weight_hh));
       } else {
         first_rows(grad_h, n).zero_();
       }
@@ -363,7 +384,7 @@ struct Backward {
     }
     const auto arguments_of = [&](auto type, size_t i) {
       using T = typename decltype(type)::type;
-      const auto& [direction, chunk, grad_gates, grad_projections] = parts[i];
+      const auto& [direction, chunk, grad_gates, grad_projections, grad_products, fed] = parts[i];
       return SequenceBackwardArguments<T>{
           .steps = sizes.order(direction.inputs.reverse, first_rows),
           .begin = static_cast<int>(chunk.first),
@@ -404,7 +425,7 @@ struct Backward {
 
   // Adds the matrix products with a chunk's gradients.
   void add_products(const DirectionChunk& part, const at::Tensor& input_rows) const {
-    const auto& [direction, chunk, grad_gates, grad_projections] = part;
+    const auto& [direction, chunk, grad_gates, grad_projections, grad_products, fed] = part;
     const int64_t count = chunk.end - chunk.begin;
     const Matmul matmul(input_rows);
     if (direction.inputs.weight_ih.defined()) {
@@ -413,8 +434,17 @@ struct Backward {
     }
     if (shape.recurrent) {
       const at::Tensor masks = shape.resets_to_initial ? at::Tensor() : direction.reset;
-      add_weight_hh_gradient(matmul, direction.grad_weight_hh, grad_gates, direction.output, direction.h0,
-                             masks, direction.steps, chunk);
+      const OwnProducts own(shape, op.products(), sizes.hidden);
+      at::Tensor& gradient = direction.grad_weight_hh;
+      if (own.any()) gradient = or_zeros(gradient, direction.inputs.weight_hh);
+      at::Tensor of_gates = own.any() ? own.of_gates(gradient) : gradient;
+      add_weight_hh_gradient(matmul, of_gates, grad_gates, direction.output, direction.h0, masks,
+                             direction.steps, chunk);
+      if (own.any()) {
+        own.add_weight_gradients(matmul, gradient, grad_products, fed);
+      } else {
+        gradient = of_gates;
+      }
     }
     if (!direction.grad_input.defined() || !direction.inputs.weight_ih.defined()) return;
     const at::Tensor grad_rows = flatten_rows(direction.grad_input).narrow(0, chunk.begin, count);

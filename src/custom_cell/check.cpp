@@ -87,7 +87,8 @@ void check_inputs(const CellOp& cell, const char* op, const CellCall& call, cons
                    ": expected weight_ih to be a Tensor, got None, or input of ", shape.gates,
                    "*hidden_size = ", rows, " features, which need none, got ", input.sym_sizes());
   if (shape.recurrent) {
-    check("weight_hh", d.weight_hh, {rows, hidden}, gates_by(shape.gates, ", hidden_size"));
+    const int blocks = shape.rows_of_weight_hh();
+    check("weight_hh", d.weight_hh, {blocks * hidden, hidden}, gates_by(blocks, ", hidden_size"));
   }
   check("bias", d.bias, {rows}, gates_by(shape.gates, ""));
   if (d.bias_hh.defined()) check_bias_hh(op, d.bias, d.bias_hh);

@@ -121,19 +121,19 @@ namespace {
 
 std::string source(const std::string& program, at::ScalarType type, bool backward, int variant,
                    int fused_rows, const std::string& reset, int independent_units, int small_batch,
-                   int single_step_rows, bool on_tensor_cores, bool dense, int block_threads) {
+                   int single_step_rows, bool on_tensor_cores, bool dense, int block_threads, int stage) {
   return CellProgram::get(program).source({type, backward, variant, fused_rows, reset, independent_units,
                                            small_batch, single_step_rows, on_tensor_cores, dense,
-                                           block_threads});
+                                           block_threads, stage});
 }
 
 std::string compile_binary(const std::string& program, at::ScalarType type, bool backward, int variant,
                            const std::string& architecture, int fused_rows, const std::string& reset,
                            int independent_units, int small_batch, int single_step_rows, bool on_tensor_cores,
-                           bool dense, int block_threads) {
+                           bool dense, int block_threads, int stage) {
   return compile_cell(CellProgram::get(program),
                       {type, backward, variant, fused_rows, reset, independent_units, small_batch,
-                       single_step_rows, on_tensor_cores, dense, block_threads},
+                       single_step_rows, on_tensor_cores, dense, block_threads, stage},
                       architecture);
 }
 
@@ -183,7 +183,8 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
 #ifdef LLTM_EXT_STABLE_ABI  // a native module has them by pybind11, below
   const std::string kernel =
       ", int fused_rows=0, str reset='', int independent_units=0, int small_batch=0, "
-      "int single_step_rows=0, bool on_tensor_cores=False, bool dense=False, int block_threads=0) -> ";
+      "int single_step_rows=0, bool on_tensor_cores=False, bool dense=False, int block_threads=0, "
+      "int stage=0) -> ";
   m.def(("custom_cell_source(str program, ScalarType dtype, bool backward, int variant" + kernel + "str")
             .c_str(),
         {});
@@ -205,12 +206,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("source", torch::wrap_pybind_function(source), py::arg("program"), py::arg("dtype"),
         py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("reset") = "",
         py::arg("independent_units") = 0, py::arg("small_batch") = 0, py::arg("single_step_rows") = 0,
-        py::arg("on_tensor_cores") = false, py::arg("dense") = false, py::arg("block_threads") = 0);
+        py::arg("on_tensor_cores") = false, py::arg("dense") = false, py::arg("block_threads") = 0,
+        py::arg("stage") = 0);
   m.def("compile", torch::wrap_pybind_function(returning_bytes(compile_binary)), py::arg("program"),
         py::arg("dtype"), py::arg("backward"), py::arg("variant"), py::arg("architecture"),
         py::arg("fused_rows") = 0, py::arg("reset") = "", py::arg("independent_units") = 0,
         py::arg("small_batch") = 0, py::arg("single_step_rows") = 0, py::arg("on_tensor_cores") = false,
-        py::arg("dense") = false, py::arg("block_threads") = 0);
+        py::arg("dense") = false, py::arg("block_threads") = 0, py::arg("stage") = 0);
   m.def("compilations", compilations);
   m.def("add_compiled_cell", [](const std::string& name, intptr_t cell) {
     add_compiled_cell(name, *reinterpret_cast<const CompiledCell*>(cell));

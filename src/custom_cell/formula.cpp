@@ -62,14 +62,14 @@ class Reader {
       if (word[0] == '=') {
         formula.constants.push_back({std::strtod(word.c_str() + 1, nullptr), value.slot});
       } else {
-        formula.leaves.push_back(place(word, value.slot, backward_ ? "vgdpuxh" : "xrhspu"));
+        formula.leaves.push_back(place(word, value.slot, backward_ ? "vgdpuxhq" : "xrhspuq"));
       }
     }
     for (size_t i = 0; i < values_.size(); ++i) {
       if (values_[i].is_op()) formula.code.push_back(instruction(i, formula.slots));
     }
     for (const auto& [name, value] : results_) {
-      formula.results.push_back(place(name, values_[value].slot, backward_ ? "xrhsp" : "hsv"));
+      formula.results.push_back(place(name, values_[value].slot, backward_ ? "xrhspfz" : "hsvf"));
     }
   }
 
@@ -104,6 +104,12 @@ class Reader {
         return shape_.step_inputs;
       case 'v':
         return shape_.saved;
+      case 'q':
+        return shape_.products;
+      case 'f':
+        return backward_ ? shape_.products : shape_.fed;
+      case 'z':
+        return shape_.fed;
       default:
         return 1;  // h, and its gradient g
     }

@@ -100,9 +100,10 @@ class Formula {
   int slots = 0;
 };
 
-// A cell's formulas for one step, on the CPU.
+// A cell's formulas for one step, on the CPU: of the stages that end in products (CellShape::products), and
+// then of the results.
 struct CellFormulas {
-  Formula forward, backward;
+  std::vector<Formula> forward, backward;
 };
 
 template <typename A>

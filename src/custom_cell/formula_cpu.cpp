@@ -263,6 +263,8 @@ void run_block(const Formula& formula, const CellShape& shape, const StepForward
             return product ? copy_masked(mask, product, n, to) : fill_zeros(n, to);
           case 's':
             return copy_masked(mask, s.old_states + k * s.state_stride + row * plane + unit, n, to);
+          case 'q':
+            return copy(s.products + (row * shape.products + k) * plane + unit, n, to);
           default:
             return copy_masked(mask, s.old_h + row * plane + unit, n, to);
         }
@@ -284,6 +286,8 @@ void run_block(const Formula& formula, const CellShape& shape, const StepForward
         const int64_t place = k * s.state_stride + at;
         if (is_output) copy(from, n, s.output_apart + at);
         copy_reset(share, from, s.states0 + place, n, s.new_states + place);
+      } else if (result.kind == 'f') {
+        copy(from, n, s.fed + (row * shape.fed + k) * plane + unit);
       } else if (k < shape.saved_in_gates()) {
         if (s.saved.data) copy(from, n, &s.saved.at(row, k, unit));
       } else if (s.extra) {
@@ -332,6 +336,8 @@ void run_block(const Formula& formula, const CellShape& shape, const StepBackwar
             return copy(&s.gates.at(row, k, unit), n, to);
           case 'h':
             return copy_previous_h(shape, s, row, unit, n, to);
+          case 'q':
+            return copy(s.products + (row * shape.products + k) * plane + unit, n, to);
           case 'v':
             return copy(k < shape.saved_in_gates()
                             ? &s.saved.at(row, k, unit)
@@ -374,6 +380,12 @@ void run_block(const Formula& formula, const CellShape& shape, const StepBackwar
           break;
         case 'p':
           sum(shape.gates + k);
+          break;
+        case 'f':
+          copy(from, n, s.grad_products + (row * shape.products + k) * plane + unit);
+          break;
+        case 'z':
+          copy(from, n, s.fed + (row * shape.fed + k) * plane + unit);
           break;
         case 's':
           if (!s.grad_old_states) break;

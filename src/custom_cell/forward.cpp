@@ -5,6 +5,7 @@
 
 #include "custom_cell/custom_cell.h"
 #include "custom_cell/launch.h"
+#include "custom_cell/own_products.h"
 
 namespace lltm_ext {
 namespace {
@@ -118,6 +119,10 @@ struct Forward {
                      reset = contiguous_or_none(d.reset), h0 = to_initial ? d.h0.contiguous() : at::Tensor(),
                      states0 = to_initial ? initial_states(d, states) : at::Tensor();
     const Matmul matmul(h);
+    const OwnProducts own(shape, op.products(), hidden);
+    const int stages = op.stages(/*backward=*/false);
+    const at::Tensor fed = at::empty({batch, shape.fed * hidden}, h.options()),
+                     own_products = at::empty({batch, shape.products * hidden}, states.options());
     at::Tensor weight_hh_t, products;
     if (shape.recurrent) {
       // In IEEE float32 cuBLAS multiplies few rows by a transposed view up to six times slower than by a
@@ -126,6 +131,7 @@ struct Forward {
       weight_hh_t = by_view ? d.weight_hh.contiguous().t() : d.weight_hh.t().contiguous();
       products = at::empty({batch, gates * hidden}, states.options());
     }
+    const at::Tensor of_gates_t = own.any() ? weight_hh_t.narrow(1, 0, gates * hidden) : weight_hh_t;
     const RowsOfSteps steps = sizes.steps(d.reverse);
     const at::Tensor step_projections = out.given.defined() ? projections(matmul, d) : out.gates;
     for (size_t k = 0; k < steps.size(); ++k) {
@@ -134,13 +140,13 @@ struct Forward {
       at::Tensor product;
       if (shape.recurrent) {
         const at::Tensor h_rows = first_rows(h, n);
-        product = onednn_product(h_rows, weight_hh_t);
+        product = onednn_product(h_rows, of_gates_t);
         if (!product.defined()) {
           product = first_rows(products, n);
-          matmul(product, h_rows, weight_hh_t);
+          matmul(product, h_rows, of_gates_t);
         }
       }
-      launch("recurrence_pointwise_forward", h, [&, first_row = first_row, n = n](auto type, auto... stream) {
+      const auto run_stage = [&, first_row = first_row, n = n](int stage, auto type, auto... stream) {
         using T = typename decltype(type)::type;
         T* const step_gates =
             reinterpret_cast<T*>(mutable_pointer<char>(step_projections) +
@@ -168,9 +174,17 @@ struct Forward {
             .saved =
                 Gates<T>::row_major(save && shape.saved_in_gates() > 0 ? step_gates : nullptr, gates, hidden),
             .extra = save ? mutable_pointer<T>(out.extra) + first_row * extra * hidden : nullptr,
+            .products = pointer<acc_t<T>>(own_products),
+            .fed = mutable_pointer<T>(fed),
         };
-        return op.step(step, stream...);
-      });
+        return op.step(step, stage, stream...);
+      };
+      for (int stage = 0; stage <= stages; ++stage) {
+        launch("recurrence_pointwise_forward", h,
+               [&](auto type, auto... stream) { return run_stage(stage, type, stream...); });
+        if (stage == stages) break;
+        own.multiply(matmul, stage, first_rows(fed, n), weight_hh_t, first_rows(own_products, n));
+      }
     }
     finish_states(out, states);
   }

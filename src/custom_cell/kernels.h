@@ -48,6 +48,9 @@ class CellOp {
   static bool runs_in_float32(const at::Tensor& input) { return input.is_cpu() && input.element_size() == 2; }
   static bool needs_multiple_of_8(const at::Tensor& input) { return input.is_cuda(); }
   bool zeros_stay() const { return program_.zeros_stay; }
+  // The products of a step besides that with h.
+  const std::vector<CellProduct>& products() const { return program_.products; }
+  int stages(bool backward) const { return program_.stages(backward); }
 
   void check_device(const at::Tensor& input) const {
     TORCH_CHECK(program_.compiled || program_.formulas || !input.is_cpu(), name(),
@@ -123,14 +126,18 @@ class CellOp {
   }
 
   template <typename T>
-  cudaError_t step(const StepForwardArguments<T>& step, cudaStream_t stream) const {
+  cudaError_t step(const StepForwardArguments<T>& step, int stage, cudaStream_t stream) const {
     if (compiled_) return launchers<T>().step_forward(step, stream);
-    return launch_step({scalar_type_of<T>(), /*backward=*/false}, step, stream);
+    CellKernel which = {scalar_type_of<T>(), /*backward=*/false};
+    which.stage = stage;
+    return launch_step(which, step, stream);
   }
   template <typename T>
-  cudaError_t step(const StepBackwardArguments<T>& step, cudaStream_t stream) const {
+  cudaError_t step(const StepBackwardArguments<T>& step, int stage, cudaStream_t stream) const {
     if (compiled_) return launchers<T>().step_backward(step, stream);
-    return launch_step({scalar_type_of<T>(), /*backward=*/true}, step, stream);
+    CellKernel which = {scalar_type_of<T>(), /*backward=*/true};
+    which.stage = stage;
+    return launch_step(which, step, stream);
   }
 #else
   // Never called; code that is generic over the device names it.
@@ -138,16 +145,17 @@ class CellOp {
   cudaError_t launch(const Sequences& sequences, const Plan& plan, void* links, cudaStream_t stream) const;
 #endif
 
-  // Without a stream, steps run on the CPU.
+  // A stage of a step: of those that end in products, or the one after them. Without a stream, steps run on
+  // the CPU.
   template <typename T>
-  void step(const StepForwardArguments<T>& step) const {
+  void step(const StepForwardArguments<T>& step, int stage) const {
     if (compiled_) return std::get<CpuLaunchers<T>>(compiled_->cpu).step_forward(step);
-    if constexpr (std::is_same_v<T, acc_t<T>>) run_formula(program_.formulas->forward, shape(), step);
+    if constexpr (std::is_same_v<T, acc_t<T>>) run_formula(program_.formulas->forward[stage], shape(), step);
   }
   template <typename T>
-  void step(const StepBackwardArguments<T>& step) const {
+  void step(const StepBackwardArguments<T>& step, int stage) const {
     if (compiled_) return std::get<CpuLaunchers<T>>(compiled_->cpu).step_backward(step);
-    if constexpr (std::is_same_v<T, acc_t<T>>) run_formula(program_.formulas->backward, shape(), step);
+    if constexpr (std::is_same_v<T, acc_t<T>>) run_formula(program_.formulas->backward[stage], shape(), step);
   }
 
  private:

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <algorithm>
 #include <charconv>
 #include <map>
 #include <memory>
@@ -35,7 +36,7 @@ struct KernelText {
   std::string header, parameters, bounds, call;
 };
 
-KernelText text_of(const CellKernel& kernel, const CellShape& shape) {
+KernelText text_of(const CellKernel& kernel, const CellShape& shape, bool ends_in_products) {
   const char* const direction = kernel.backward ? "Backward" : "Forward";
   if (kernel.is_fused_step()) {
     const std::string body = c10::str("hopper::FusedStepKernel<hopper::Fused", direction, "Step<Cell, T, ",
@@ -86,13 +87,15 @@ KernelText text_of(const CellKernel& kernel, const CellShape& shape) {
     return {"stepwise/single_step.cuh", "const __grid_constant__ SingleStepArguments<T> arguments",
             "kSingleStepThreads", c10::str("run_single_step<", step, ">(arguments)")};
   }
+  const std::string step = c10::str("const Step", direction, "Arguments<T> step");
   if (shape.over_units) {
-    return {"stepwise/rows.cuh",
-            c10::str("const Step", direction, "Arguments<T> step, const RowOfThreads row"), "kMostRowThreads",
-            "__shared__ RowOfUnits<acc_t<T>>::Memory memory;\n  run_rows<Cell, T>(step, row, memory)"};
+    return {"stepwise/rows.cuh", step + ", const RowOfThreads row", "kMostRowThreads",
+            c10::str("__shared__ RowOfUnits<acc_t<T>>::Memory memory;\n  run_rows<Cell, T",
+                     ends_in_products ? c10::str(", ", kernel.stage) : "", ">(step, row, memory)")};
   }
-  return {"stepwise/pointwise.cuh", c10::str("const Step", direction, "Arguments<T> step"),
-          "kPointwiseThreads", "run_pointwise<Cell>(step)"};
+  return {"stepwise/pointwise.cuh", step, "kPointwiseThreads",
+          ends_in_products ? c10::str("run_pointwise_stage<Cell, T, ", kernel.stage, ">(step)")
+                           : "run_pointwise<Cell>(step)"};
 }
 
 }  // namespace
@@ -116,7 +119,7 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
   const Strings fields = fields_of(text);
   const bool has_formulas = fields.size() == 5;
   const Strings numbers = fields.size() == 3 || has_formulas ? split(fields[1], ',') : Strings();
-  TORCH_CHECK_VALUE(numbers.size() >= 10 && numbers.size() <= 14,
+  TORCH_CHECK_VALUE(numbers.size() >= 10 && (numbers.size() <= 14 || numbers.size() % 4 == 3),
                     "custom_cell: expected a program as lltm_ext.recurrence writes it, got ", fields.size(),
                     " fields");
   name = fields[0];
@@ -135,16 +138,44 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
            numbers.size() > 10 && n(10) != 0,
            numbers.size() > 11 && n(11) != 0,
            numbers.size() > 12 && n(12) != 0,
-           numbers.size() > 13 && n(13) != 0};
+           numbers.size() > 13 && n(13) != 0,
+           numbers.size() > 14 ? n(14) : 0};
   zeros_stay = n(9) != 0;
+  for (int i = 15; i < static_cast<int>(numbers.size()); i += 4) {
+    products.push_back({n(i), n(i + 1), n(i + 2), n(i + 3)});
+    const CellProduct& product = products.back();
+    TORCH_CHECK_VALUE(product.block < shape.blocks, name, ": expected a block of ", shape.blocks, ", got ",
+                      product.block);
+    shape.fed = std::max(shape.fed, product.fed + 1);
+  }
+  shape.products = static_cast<int>(products.size());
   if (has_formulas) {
     formulas = std::make_unique<const CellFormulas>(
-        CellFormulas{Formula(name, shape, /*backward=*/false, fields[3]),
-                     Formula(name, shape, /*backward=*/true, fields[4])});
+        CellFormulas{formulas_of(/*backward=*/false, fields[3]), formulas_of(/*backward=*/true, fields[4])});
   }
   TORCH_CHECK_VALUE(shape.gates > 0 || !shape.recurrent, name, ": expected at least one gate");
   TORCH_CHECK_VALUE(shape.output_state < shape.states, name, ": expected the output to be one of ",
                     shape.states, " states, got ", shape.output_state);
+}
+
+int CellProgram::stages(bool backward) const {
+  int count = 0;
+  for (const CellProduct& x : products) count = std::max(count, (backward ? x.back_stage : x.stage) + 1);
+  return count;
+}
+
+std::vector<Formula> CellProgram::formulas_of(bool backward, std::string_view text) const {
+  std::vector<Formula> found;
+  for (std::string_view rest = text;;) {
+    const size_t end = rest.find(" | ");
+    found.emplace_back(name, shape, backward, rest.substr(0, end));
+    if (end == std::string_view::npos) break;
+    rest.remove_prefix(end + 3);
+  }
+  TORCH_CHECK_VALUE(static_cast<int>(found.size()) == stages(backward) + 1, name,
+                    ": expected the instructions of ", stages(backward), " stages and of the results, got ",
+                    found.size(), " lists");
+  return found;
 }
 
 const CellProgram& CellProgram::get(std::string_view text) {
@@ -168,7 +199,7 @@ std::string CellProgram::source(const CellKernel& kernel) const {
   const std::string& reset = kernel.reset;
   TORCH_CHECK_VALUE(reset.empty() || reset == "bool" || reset == "float", name,
                     ": expected reset to be '', 'bool' or 'float', got '", reset, "'");
-  const KernelText text = text_of(kernel, shape);
+  const KernelText text = text_of(kernel, shape, kernel.stage < stages(kernel.backward));
   return c10::str(
       "#include \"recurrence/", text.header, "\"\n\nnamespace lltm_ext {\n\n", code,
       shape.resets_to_initial ? "\ntemplate <>\nconstexpr bool kResetsToInitial<Cell> = true;\n" : "",

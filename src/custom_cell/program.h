@@ -3,7 +3,8 @@
 // (common/runtime/text.h): the cell's name; numbers, separated by commas; the C++ of its struct `Cell`
 // (recurrence/cell.h). The numbers are those of its CellShape except `wide`; then 1 if a unit of zeros stays
 // so, forward and backward, else 0; then `wide`, `resets_to_initial`, `affine` and `over_units`, which
-// programs of version 0.3 lack.
+// programs of version 0.3 lack. If the cell has weights of its own, there follow `blocks` and the numbers of
+// each product.
 // Two more fields have the formulas forward and backward for the CPU (formula.h); programs of version 0.3 and
 // cells in C++ lack them.
 #pragma once
@@ -35,6 +36,7 @@ struct CellKernel {
   bool on_tensor_cores = false;
   bool dense = false;     // of independent units: all rows at every step, without resets
   int block_threads = 0;  // of independent units (IndependentUnits::kBlockThreads)
+  int stage = 0;          // of a pointwise step: those that end in products, and the one after them
 
   bool is_persistent() const { return variant >= 0; }
   bool is_fused_step() const { return fused_rows > 0; }
@@ -43,8 +45,15 @@ struct CellKernel {
   bool is_single_step() const { return single_step_rows > 0; }
   auto key() const {
     return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, small_batch,
-                           single_step_rows, on_tensor_cores, dense, block_threads);
+                           single_step_rows, on_tensor_cores, dense, block_threads, stage);
   }
+};
+
+// A product of a step besides that with h.
+struct CellProduct {
+  int block;              // of the cell's own weights
+  int fed;                // the number of the value that it takes
+  int stage, back_stage;  // of the step forward and backward that it, or its gradient, ends
 };
 
 struct CellProgram {
@@ -56,14 +65,19 @@ struct CellProgram {
   std::string text, name, code;
   CellShape shape;
   bool zeros_stay;
+  std::vector<CellProduct> products = {};  // by stages and, in these, by what they take
   const CompiledCell* compiled = nullptr;
   std::unique_ptr<const CellFormulas> formulas = {};  // for the CPU, or null
+
+  // How many stages of a step end in products, before the one of the results.
+  int stages(bool backward) const;
 
   // The CUDA C++ of one kernel, for NVRTC, under the name kCellKernelName.
   std::string source(const CellKernel& kernel) const;
 
  private:
   static const CellProgram& known(std::string_view text);
+  std::vector<Formula> formulas_of(bool backward, std::string_view text) const;
 };
 constexpr const char* kCellKernelName = "custom_cell_kernel";
 

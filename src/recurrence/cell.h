@@ -43,6 +43,9 @@ struct CellShape {
   bool resets_to_initial;  // whether a reset leads to the initial h and states, not to zeros
   bool affine;             // whether the new h, if the cell reads h, and states are affine in the old ones
   bool over_units;         // whether a unit reads values over all units of its row, such as their mean
+  int blocks;              // [H, H] of further weights, in rows of weight_hh after those of the gates
+  int products;            // products of a step with these
+  int fed;                 // values that these products take
 
   // Planes of gates that forward keeps for backward: saved values or, without a product, the projections.
   constexpr int kept_gates() const { return recurrent && wide ? 0 : gates; }
@@ -52,6 +55,9 @@ struct CellShape {
   constexpr int extra() const { return saved - saved_in_gates(); }
   constexpr int live_states() const { return states + reads_h; }  // values that a unit keeps between steps
   constexpr int sums() const { return gates + parameters; }       // gradients that are summed over all rows
+  // Whether a step is a product and a launch, or several of both: units read more than their own values.
+  constexpr bool is_stepwise() const { return over_units || products > 0; }
+  constexpr int rows_of_weight_hh() const { return gates + blocks; }  // in hidden_size rows
   // Whether a step's output is not the h that the row's next step starts from.
   constexpr bool has_output_apart() const { return output_state >= 0 || (resets_to_initial && recurrent); }
 };
@@ -64,6 +70,17 @@ struct CellDefaults {
   LLTM_HOST_DEVICE static constexpr bool backward_reads(int) { return false; }
   static constexpr bool kBackwardReadsH = false;
 };
+
+// The products of a step besides that with h, and the values that they take, of a cell that has such
+// products.
+template <class Cell, class = void>
+constexpr int kProductsOf = 0;
+template <class Cell>
+constexpr int kProductsOf<Cell, decltype(void(Cell::kProducts))> = Cell::kProducts;
+template <class Cell, class = void>
+constexpr int kFedOf = 0;
+template <class Cell>
+constexpr int kFedOf<Cell, decltype(void(Cell::kFed))> = Cell::kFed;
 
 // Whether a cell sets kOverUnits: its functions read values over all units of a row, by CellInputs::units.
 template <class Cell, class = void>
@@ -113,6 +130,7 @@ struct CellInputs {
   A h;                                                    // the previous h, if kReadsH
   A parameters[at_least_one(Cell::kParameters)];
   A steps[at_least_one(Cell::kStepInputs)];
+  A products[at_least_one(kProductsOf<Cell>)];  // those of the stages before
   typename Conditional<kIsOverUnits<Cell>, RowOfUnits<A>, NoUnits>::type units;
 };
 
@@ -123,6 +141,7 @@ struct CellGradients {
   A r[at_least_one(Cell::kSeparate ? Cell::kGates : 0)];
   A h = 0;
   A parameters[at_least_one(Cell::kParameters)];
+  A fed[at_least_one(kFedOf<Cell>)];  // no gradients: what the products with the cell's own weights took
 
   // The gradient of a product with h.
   LLTM_HOST_DEVICE A product(int gate) const { return Cell::kSeparate ? r[gate] : x[gate]; }

@@ -228,6 +228,7 @@ inline UnitTiles unit_tiles(const Problem& p, const DeviceInfo& device) {
 
 inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm requested) {
   if (p.cell.over_units) return "takes cells whose units read only their own values";
+  if (p.cell.products > 0) return "takes cells with one product a step";
   if (!p.cell.recurrent) return "takes cells with a product of h, got one without";
   if (p.element_size == 8) return "takes float16, bfloat16 and float32, got float64";
   if (p.hidden % 8 != 0)
@@ -247,7 +248,7 @@ inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm
 // Plans the requested algorithm, or the fastest for kAuto. The stepwise loop runs everything.
 inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Algorithm requested) {
   Plan plan;
-  if (problem.cell.over_units) {
+  if (problem.cell.is_stepwise()) {
     if (requested == Algorithm::kCluster || requested == Algorithm::kGrid) {
       plan.why_not = plan_detail::why_not(problem, device, requested);
     }

@@ -56,6 +56,17 @@ __device__ __forceinline__ void run_pointwise(const StepBackwardArguments<T, C, 
   }
 }
 
+// A stage of a step that ends in products with the cell's own weights.
+template <class Cell, typename T, int kStage, class Step>
+__device__ __forceinline__ void run_pointwise_stage(const Step& step) {
+  griddepcontrol_wait();
+  const unsigned columns = pointwise_columns(step.hidden);
+  const int64_t j = int64_t{blockIdx.x % columns} * kPointwiseUnits + threadIdx.x % kPointwiseUnits,
+                b = int64_t{blockIdx.x / columns} * kPointwiseRows + threadIdx.x / kPointwiseUnits;
+  CellInputs<Cell, acc_t<T>> in;
+  if (b < step.batch && j < step.hidden) feed_unit<Cell, typename MathOf<T>::type, kStage>(step, b, j, in);
+}
+
 template <class Cell, typename T, typename C>
 __global__ void __launch_bounds__(kPointwiseThreads)
     recurrence_pointwise_forward_kernel(const StepForwardArguments<T, C> step) {

@@ -130,15 +130,23 @@ __device__ __forceinline__ void run_row(const StepBackwardArguments<T, C, Extra>
   store_gradients(step, b, j, grads);
 }
 
-// The step of the kernel's rows. It may begin before the matrix product that it reads has ended.
-template <class Cell, typename T, class Step>
+// The step of the kernel's rows or, from kStage 0 on, a stage of it that ends in products with the cell's own
+// weights. It may begin before the matrix product that it reads has ended.
+template <class Cell, typename T, int kStage = -1, class Step>
 __device__ __forceinline__ void run_rows(const Step& step, const RowOfThreads& row,
                                          typename RowOfUnits<acc_t<T>>::Memory& memory) {
   griddepcontrol_wait();
   const int block = static_cast<int>(blockIdx.x % row.blocks);
+  const int64_t b = blockIdx.x / row.blocks, j = block * row.threads + threadIdx.x;
   const RowOfUnits<acc_t<T>> units(memory, row, block);
-  run_row<Cell, typename MathOf<T>::type>(step, blockIdx.x / row.blocks, block * row.threads + threadIdx.x,
-                                          units);
+  using Math = typename MathOf<T>::type;
+  if constexpr (kStage < 0) {
+    run_row<Cell, Math>(step, b, j, units);
+  } else {
+    CellInputs<Cell, acc_t<T>> in;
+    in.units = units;
+    feed_unit<Cell, Math, kStage>(step, b, j, in);
+  }
 }
 
 }  // namespace lltm_ext

@@ -60,6 +60,10 @@ struct StepForwardArguments {
   T* output_apart;  // [B, H] the step's output, if it is not that
   Gates<T> saved;   // [B, G, H] the first G saved values; may be `gates`, or null
   T* extra;         // [B, E, H] the other saved values, or null
+  // Of a cell with further products (CellShape::products): those of the step's stages before this one
+  // [B, products, H], and what the products of this stage take [B, fed, H].
+  const acc_t<T>* products;
+  T* fed;
 };
 
 // Extra is the type of the saved values after the first G.
@@ -89,6 +93,11 @@ struct StepBackwardArguments {
   const T* old_h;
   int64_t old_rows;
   const T* h0;
+  // Of a cell with further products: the gradients of what they take, so far [B, products, H]; the gradients
+  // of the products of this stage [B, products, H]; after all stages, what the products took [B, fed, H].
+  const acc_t<T>* products;
+  T* grad_products;
+  T* fed;
 };
 
 template <class Cell, typename T, typename C>
@@ -174,19 +183,28 @@ LLTM_HOST_DEVICE void reset_unit(const StepForwardArguments<T, C>& s, int64_t b,
   }
 }
 
+// What unit j of row b keeps between steps, less what a reset takes of it.
+template <class Cell, typename T, typename C>
+LLTM_HOST_DEVICE void load_old(const StepForwardArguments<T, C>& s, int64_t b, int64_t j,
+                               CellInputs<Cell, acc_t<T>>& in,
+                               acc_t<T> (&states)[at_least_one(Cell::kStates)]) {
+  const int64_t at = b * s.hidden + j;
+  const acc_t<T> mask = mask_before<Cell>(s, b);
+  load_step_constants<Cell>(s, b, j, in);
+  if constexpr (Cell::kReadsH) in.h = scale_by_mask(mask, widen(s.old_h[at]));
+  for (int i = 0; i < Cell::kStates; ++i) {
+    states[i] = scale_by_mask(mask, acc_t<T>(widen(s.old_states[i * s.state_stride + at])));
+  }
+}
+
 // Unit j of row b forward, given its projections and products.
 template <class Cell, class Math, typename T, typename C>
 LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j,
                                 CellInputs<Cell, acc_t<T>>& in) {
   constexpr int kGates = kCellShape<Cell>.saved_in_gates(), kExtra = kCellShape<Cell>.extra();
   const int64_t at = b * s.hidden + j;
-  const acc_t<T> mask = mask_before<Cell>(s, b);
   acc_t<T> saved[at_least_one(Cell::kSaved)], states[at_least_one(Cell::kStates)];
-  load_step_constants<Cell>(s, b, j, in);
-  if constexpr (Cell::kReadsH) in.h = scale_by_mask(mask, widen(s.old_h[at]));
-  for (int i = 0; i < Cell::kStates; ++i) {
-    states[i] = scale_by_mask(mask, acc_t<T>(widen(s.old_states[i * s.state_stride + at])));
-  }
+  load_old(s, b, j, in, states);
   acc_t<T> h = Cell::template forward<Math>(in, states, saved);
   if constexpr (kCellShape<Cell>.has_output_apart())
     s.output_apart[at] = narrow<T>(output_of<Cell>(h, states));
@@ -236,6 +254,22 @@ LLTM_HOST_DEVICE void load_gates(const StepForwardArguments<T, C>& s, int64_t b,
     products[g] = s.product ? s.product[(b * Cell::kGates + g) * s.hidden + j] : acc_t<T>(0);
   }
   load_gates<Cell>(s, b, j, products, in);
+  for (int i = 0; i < kProductsOf<Cell>; ++i) {
+    in.products[i] = s.products[(b * kProductsOf<Cell> + i) * s.hidden + j];
+  }
+}
+
+// What products take of unit j of row b, in a stage of the step that ends in them.
+template <class Cell, class Math, int kStage, typename T, typename C>
+LLTM_HOST_DEVICE void feed_unit(const StepForwardArguments<T, C>& s, int64_t b, int64_t j,
+                                CellInputs<Cell, acc_t<T>>& in) {
+  acc_t<T> states[at_least_one(Cell::kStates)], fed[at_least_one(kFedOf<Cell>)];
+  load_gates<Cell>(s, b, j, in);
+  load_old(s, b, j, in, states);
+  Cell::template feed<kStage, Math>(in, states, fed);
+  for (int i = 0; i < kFedOf<Cell>; ++i) {
+    if (Cell::stage_of(i) == kStage) s.fed[(b * kFedOf<Cell> + i) * s.hidden + j] = narrow<T>(fed[i]);
+  }
 }
 
 // Unit j of row b forward, given only its products.
@@ -268,6 +302,41 @@ LLTM_HOST_DEVICE void load_step_inputs(const Step& s, int64_t b, int64_t j, Cell
   }
 }
 
+// What the backward of unit j of row b reads, given the gradient of its h from the next step's products.
+template <class Cell, typename T, typename C, typename Extra>
+LLTM_HOST_DEVICE void load_for_backward(const StepBackwardArguments<T, C, Extra>& s, int64_t b, int64_t j,
+                                        CellInputs<Cell, acc_t<T>>& in,
+                                        acc_t<T> (&saved)[at_least_one(Cell::kSaved)], acc_t<T>& grad_h,
+                                        acc_t<T> (&grad_states)[at_least_one(Cell::kStates)]) {
+  constexpr int kGates = kCellShape<Cell>.saved_in_gates(), kExtra = kCellShape<Cell>.extra();
+  load_step_constants<Cell>(s, b, j, in);
+  if constexpr (!Cell::kRecurrent) load_step_inputs<Cell>(s, b, j, in);
+  for (int i = 0; i < Cell::kStates; ++i) grad_states[i] = s.grad_new_states.at(b, j, i * s.state_stride);
+  gradient_of_output<Cell>(grad_h, grad_states) += s.grad_output.at(b, j);
+  for (int g = 0; g < kGates; ++g) saved[g] = widen(s.saved.at(b, g, j));
+  for (int e = 0; e < kExtra; ++e) saved[kGates + e] = widen(s.extra[(b * kExtra + e) * s.hidden + j]);
+  if constexpr (Cell::kReadsH) grad_h += s.grad_own_h[b * s.hidden + j];
+  for (int i = 0; i < kProductsOf<Cell>; ++i) {
+    in.products[i] = s.products[(b * kProductsOf<Cell> + i) * s.hidden + j];
+  }
+}
+
+// The gradients of the products of unit j of row b that a stage of the backward finds.
+template <class Cell, class Math, int kStage, typename T, typename C, typename Extra>
+LLTM_HOST_DEVICE void feed_unit(const StepBackwardArguments<T, C, Extra>& s, int64_t b, int64_t j,
+                                CellInputs<Cell, acc_t<T>>& in) {
+  constexpr int kProducts = kProductsOf<Cell>;
+  acc_t<T> saved[at_least_one(Cell::kSaved)], grad_states[at_least_one(Cell::kStates)], grads[kProducts];
+  acc_t<T> grad_h = s.grad_h ? widen(s.grad_h[b * s.hidden + j]) : acc_t<T>(0);
+  load_for_backward(s, b, j, in, saved, grad_h, grad_states);
+  Cell::template feed_back<kStage, Math>(saved, in, grad_h, grad_states, grads);
+  for (int i = 0; i < kProducts; ++i) {
+    if (Cell::back_stage_of(i) == kStage) {
+      s.grad_products[(b * kProducts + i) * s.hidden + j] = narrow<T>(grads[i]);
+    }
+  }
+}
+
 // Unit j of row b backward, given the gradient of its h from the next step's products: computes the gradients
 // of what its cell reads, and stores those of its states in grad_old_states, unless it is null. `in` has the
 // row's units, if the cell reads them.
@@ -275,16 +344,9 @@ template <class Cell, class Math, typename T, typename C, typename Extra>
 LLTM_HOST_DEVICE void step_unit(const StepBackwardArguments<T, C, Extra>& s, int64_t b, int64_t j,
                                 acc_t<T> grad_h, CellGradients<Cell, acc_t<T>>& grads, C* grad_old_states,
                                 CellInputs<Cell, acc_t<T>> in = {}) {
-  constexpr int kGates = kCellShape<Cell>.saved_in_gates(), kExtra = kCellShape<Cell>.extra();
   const int64_t at = b * s.hidden + j;
-  load_step_constants<Cell>(s, b, j, in);
-  if constexpr (!Cell::kRecurrent) load_step_inputs<Cell>(s, b, j, in);
   acc_t<T> saved[at_least_one(Cell::kSaved)], grad_states[at_least_one(Cell::kStates)];
-  for (int i = 0; i < Cell::kStates; ++i) grad_states[i] = s.grad_new_states.at(b, j, i * s.state_stride);
-  gradient_of_output<Cell>(grad_h, grad_states) += s.grad_output.at(b, j);
-  for (int g = 0; g < kGates; ++g) saved[g] = widen(s.saved.at(b, g, j));
-  for (int e = 0; e < kExtra; ++e) saved[kGates + e] = widen(s.extra[(b * kExtra + e) * s.hidden + j]);
-  if constexpr (Cell::kReadsH) grad_h += s.grad_own_h[at];
+  load_for_backward(s, b, j, in, saved, grad_h, grad_states);
   Cell::template backward<Math>(saved, in, grad_h, grad_states, grads);
   const acc_t<T> share = s.resets.share(b), mask = mask_of(share);
   if (kResetsToInitial<Cell> && share != 0) {
@@ -318,6 +380,9 @@ LLTM_HOST_DEVICE void store_gradients(const StepBackwardArguments<T, C, Extra>& 
   for (int g = 0; g < kGates; ++g) {
     s.grad_gates.at(b, g, j) = narrow<T>(grads.product(g));
     if constexpr (Cell::kSeparate) s.grad_projections.at(b, g, j) = narrow<T>(grads.x[g]);
+  }
+  for (int i = 0; i < kFedOf<Cell>; ++i) {
+    s.fed[(b * kFedOf<Cell> + i) * s.hidden + j] = narrow<T>(grads.fed[i]);
   }
   if (!to) return;
   for (int g = 0; g < kGates; ++g) to[g * s.hidden] = sums[g] + grads.x[g];

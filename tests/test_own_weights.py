@@ -1,0 +1,200 @@
+"""Cells with weights of their own: units.linear, products of a step besides that of weight_hh with h."""
+
+import pytest
+import torch
+from cell_examples import WITH_WEIGHTS, Example, norms_between_products
+from op_suite import DOUBLE, assert_near, needs_cuda
+
+import lltm_ext
+
+TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+CELLS = [*WITH_WEIGHTS.values(), norms_between_products]
+every_cell = pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.__name__)
+
+
+def gru_with_reset_first(input, h, w, u, bias, weight_hn):
+    outputs, hidden = [], h.shape[1]
+    for x in input:
+        r, z, n = (x @ w.t() + bias).chunk(3, -1)
+        of_r, of_z = (h @ u.t()).chunk(2, -1)
+        assert of_r.shape[-1] == hidden
+        z = (z + of_z).sigmoid()
+        h = (1 - z) * (n + ((r + of_r).sigmoid() * h) @ weight_hn.t()).tanh() + z * h
+        outputs.append(h)
+    return torch.stack(outputs), h
+
+
+def test_a_gru_with_the_reset_first_has_the_values_and_gradients_of_a_loop():
+    torch.manual_seed(0)
+    length, batch, size, hidden = 6, 3, 5, 12
+    shapes = ((length, batch, size), (batch, hidden), (3 * hidden, size), (2 * hidden, hidden), (3 * hidden,))
+    tensors = [torch.randn(shape, dtype=DOUBLE) for shape in (*shapes, (hidden, hidden))]
+    tensors = [x.requires_grad_() for x in tensors]
+    *positional, weight_hn = tensors
+    cell = WITH_WEIGHTS["gru_with_reset_first"]
+    found, expected = cell(*positional, weight_hn=weight_hn), gru_with_reset_first(*tensors)
+    for y, e in zip(found, expected, strict=True):
+        assert_near(y, e, 1e-12)
+    sums = [sum((y * torch.sin(y)).sum() for y in results) for results in (found, expected)]
+    for a, e in zip(*(torch.autograd.grad(x, tensors) for x in sums), strict=True):
+        assert_near(a, e, 1e-12)
+
+
+def test_a_weight_of_several_blocks_multiplies_as_a_whole():
+    """[2H, 3H] times three values of all units."""
+
+    @lltm_ext.recurrence(gates=3, weights={"w_out": (2, 3)})
+    def cell(x, h, w, units):
+        a, b = units.linear((torch.tanh(x[0]), h, x[1] * x[2]), w.w_out)
+        return torch.tanh(a) * torch.sigmoid(b)
+
+    torch.manual_seed(0)
+    hidden = 4
+    planes, h0 = torch.randn(1, 2, 3 * hidden, dtype=DOUBLE), torch.randn(2, hidden, dtype=DOUBLE)
+    weight_hh = torch.zeros(3 * hidden, hidden, dtype=DOUBLE)
+    weight = torch.randn(2 * hidden, 3 * hidden, dtype=DOUBLE, requires_grad=True)
+    output, _ = cell(planes, h0, None, weight_hh, w_out=weight)
+    x = planes[0].chunk(3, -1)
+    a, b = (torch.cat([torch.tanh(x[0]), h0, x[1] * x[2]], -1) @ weight.t()).chunk(2, -1)
+    expected = torch.tanh(a) * torch.sigmoid(b)
+    assert_near(output[0], expected, 1e-12)
+    gradients = (torch.autograd.grad((y * y).sum(), weight)[0] for y in (output, expected))
+    assert_near(*gradients, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, DOUBLE])
+@every_cell
+def test_values_and_gradients_equal_the_loop(cell, dtype):
+    Example(cell, dtype, length=7, batch=5, hidden=24).check()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@every_cell
+def test_packed_rows(cell, reverse):
+    Example(cell, hidden=9, sizes=[5, 5, 4, 2, 1]).check(reverse=reverse)
+
+
+@pytest.mark.parametrize("reset_to", ["zeros", "initial"])
+@every_cell
+def test_resets(cell, reset_to):
+    Example(cell, length=8, batch=4, hidden=9, reset=True, reset_to=reset_to).check()
+
+
+@every_cell
+def test_second_derivatives_equal_finite_differences(cell):
+    example = Example(cell, length=2, batch=2, hidden=3, input_size=2)
+    call = example.call.leaves()
+    assert torch.autograd.gradgradcheck(call.bind(lambda *args: example.ours(*args)[0]), call.tensors)
+
+
+@every_cell
+def test_all_gradients_equal_finite_differences(cell):
+    """Those of the inputs of the steps, too."""
+    assert cell.gradcheck(device="cpu")
+
+
+@every_cell
+def test_a_layer_has_its_weights_and_trains(cell):
+    torch.manual_seed(0)
+    layer = lltm_ext.Recurrent(cell, 5, 8, num_layers=2, bidirectional=True)
+    for name, (rows, columns) in cell.weights.items():
+        assert getattr(layer, f"{name}_l1_reverse").shape == (rows * 8, columns * 8)
+    steps = {name: torch.rand(4, 3) for name in cell.inputs}
+    layer(torch.randn(4, 3, 5), **steps)[0].square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
+
+
+def test_heads_divide_the_weights_of_a_cell():
+    torch.manual_seed(0)
+    cell = WITH_WEIGHTS["gru_with_reset_first"]
+    layer, dense = (lltm_ext.Recurrent(cell, 5, 8, heads=heads) for heads in (2, 1))
+    assert layer.weight_hn_l0.shape == (8, 4)
+    state = layer.state_dict()
+    state["weight_hn_l0"] = torch.block_diag(*layer.weight_hn_l0.detach().split(4))
+    gates = layer.weight_hh_l0.detach().split(8)
+    state["weight_hh_l0"] = torch.cat([torch.block_diag(*gate.split(4)) for gate in gates])
+    dense.load_state_dict(state)
+    x = torch.randn(4, 3, 5)
+    assert_near(layer(x)[0], dense(x)[0], 1e-6)
+
+
+@needs_cuda
+@pytest.mark.parametrize("hidden", [24, 33, 250])
+@pytest.mark.parametrize("dtype", [*TYPES, DOUBLE])
+@every_cell
+def test_values_and_gradients_equal_the_loop_on_a_gpu(cell, dtype, hidden):
+    Example(cell, dtype, length=4, batch=3, hidden=hidden, device="cuda").check()
+
+
+@needs_cuda
+@pytest.mark.parametrize("reset_to", ["zeros", "initial"])
+@every_cell
+def test_resets_and_packed_rows_on_a_gpu(cell, reset_to):
+    Example(cell, length=8, batch=4, hidden=36, reset=True, reset_to=reset_to, device="cuda").check()
+    Example(cell, hidden=36, sizes=[5, 5, 4, 2, 1], device="cuda").check(reverse=True)
+
+
+# ---- errors
+
+
+def arguments(cell, hidden=4):
+    layer = lltm_ext.Recurrent(cell, 3, hidden)
+    weights = (layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_l0)
+    return (torch.zeros(2, 1, 3), torch.zeros(1, hidden), *weights)
+
+
+def test_the_weights_of_a_call_are_checked():
+    cell = WITH_WEIGHTS["gru_with_reset_first"]
+    with pytest.raises(TypeError, match=r"^gru_with_reset_first: expected weight_hn to be a Tensor"):
+        cell(*arguments(cell))
+    shape = r"expected weight_hn of shape \[hidden_size, hidden_size \(or / heads\)\] with hidden_size = 4"
+    with pytest.raises(RuntimeError, match=rf"^gru_with_reset_first: {shape}, got \[4, 3\]"):
+        cell(*arguments(cell), weight_hn=torch.zeros(4, 3))
+    with pytest.raises(RuntimeError, match=r"expected weight_hh of shape \[2\*hidden_size, .*got \[12, 4\]"):
+        input, h0, weight_ih, _, bias = arguments(cell)
+        cell(input, h0, weight_ih, torch.zeros(12, 4), bias, weight_hn=torch.zeros(4, 4))
+    with pytest.raises(RuntimeError, match="algorithm 'grid'"):
+        cell(*arguments(cell), weight_hn=torch.zeros(4, 4), algorithm="grid")
+
+
+@pytest.mark.parametrize(
+    "function,message",
+    {
+        "matrix": (
+            lambda x, p, w, units: units.linear(x[0], p.b),
+            "expected the weight of units.linear to be w.name, which the cell declares by weights=, got T",
+        ),
+        "count": (
+            lambda x, p, w, units: units.linear((x[0], x[1]), w.a),
+            "expected 1 values for the product with w.a, got 2",
+        ),
+        "number": (
+            lambda x, p, w, units: units.linear(torch.ones_like(x[0]), w.a),
+            "calls units.linear on the n",
+        ),
+        "name": (lambda x, p, w, units: units.linear(x[0], w.b), r"w\.b does not exist: w has w\.a"),
+        "matmul": (lambda x, p, w, units: torch.matmul(x[0], x[1]), r"units\.linear\(v, w\.name\)"),
+    }.values(),
+    ids=lambda x: "",
+)
+def test_what_linear_does_not_take_is_refused_with_the_line(function, message):
+    with pytest.raises(
+        (RuntimeError, TypeError, ValueError, AttributeError), match=rf"(?s){message}.*\.py:\d+: "
+    ):
+        lltm_ext.recurrence(gates=2, parameters=("b",), weights=("a",))(function)
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"weights": {"a": 2}}, "expected the size of a to be .rows, columns."),
+        ({"weights": {"a": (0, 1)}}, "expected the size of a to be .rows, columns."),
+        ({"weights": ("x0", "x0")}, "taken"),
+        ({"weights": ("a",), "recurrent": False}, "expected no weights for a cell without recurrent product"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        lltm_ext.recurrence(gates=1, **options)(lambda x: x[0])
