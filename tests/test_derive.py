@@ -491,7 +491,7 @@ REFUSALS = {
         "softmax": (lambda x: torch.softmax(x[0], 0), "calls softmax, a reduction"),
         "Linear": (
             lambda x: LINEAR(x[0]),
-            "a product over units; .*units.linear.v, w.name. multiplies by a weight",
+            "a product over units; .*units.linear.v, w.name. multi",
         ),
         "stack": (lambda x: torch.stack([*x]), "calls stack, a reduction"),
         "cat": (lambda x: torch.cat([*x]), "calls cat, a reduction"),
@@ -532,7 +532,7 @@ REFUSALS = {
         "unpack": (lambda x: (lambda a: a)(*x), "takes 1 positional argument but 2"),
         "argument": (
             lambda x, y: x[0],
-            "a function of any of x, r, h, s, p, u, w, units, got the argument y",
+            "any of x, r, h, s, p, u, w, units, got the argument y",
         ),
         "variadic": (lambda *x: x[0], r"got the argument \*x"),
     },
