@@ -73,6 +73,16 @@ def mogrified(x, h, s, p, u, w, units):
     return torch.tanh(c + n + units.linear(torch.tanh(u.gap + p.b), w.square)), (c,)
 
 
+@lltm_ext.recurrence(gates=3, separate=True, states=("m",), parameters={"scale": [1.0, 0.5]}, inputs=("gap",))
+def many_levels(x, r, h, s, p, u, units):
+    """Norms of norms, sums up to a unit, and choices, by a state and an input of the step among others."""
+    a, b = units.layer_norm((x[0] + r[0], x[1] + r[1] * u.gap), p.scale)
+    share = units.softmax(a + s.m)
+    m = 0.5 * s.m + units.rms_norm(b + h) * torch.sigmoid(units.sum(u.gap) / 10)
+    m = torch.where((m > 0) & (b > units.mean(b)), m, torch.where(a > 1, 0.5 * a, 0.1 * m))
+    return torch.tanh(m * share + units.cumsum(share) + x[2] + r[2] / (1 + units.max(abs(b)))), (m,)
+
+
 WITH_WEIGHTS = {cell.__name__: cell for cell in (gru_with_reset_first, mogrified)}
 
 

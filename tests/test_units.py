@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from cell_examples import Example
+from cell_examples import Example, many_levels
 from op_suite import DOUBLE, assert_near, needs_cuda
 
 import lltm_ext
@@ -75,6 +75,10 @@ def test_an_operation_has_the_values_and_gradients_of_torchs(name, hidden):
     assert (gradients[0] - gradients[1]).norm() <= 1e-12 * max(gradients[1].norm(), 1)
 
 
+def has_clusters():
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
 def norm(x, weight, bias=None, eps=1e-5):
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
@@ -126,15 +130,6 @@ def test_a_ready_cell_has_the_values_and_gradients_of_a_loop_over_torchs_norms(c
         assert_near(a, e, 1e-11)
 
 
-@lltm_ext.recurrence(gates=3, separate=True, states=("m",), parameters={"scale": [1.0, 0.5]}, inputs=("gap",))
-def many_levels(x, r, h, s, p, u, units):
-    """Norms of norms, a state and an input of the step among them."""
-    a, b = units.layer_norm((x[0] + r[0], x[1] + r[1] * u.gap), p.scale)
-    share = units.softmax(a + s.m)
-    m = 0.5 * s.m + units.rms_norm(b + h) * torch.sigmoid(units.sum(u.gap) / 10)
-    return torch.tanh(m * share + units.cumsum(share) + x[2] + r[2] / (1 + units.max(abs(b)))), (m,)
-
-
 EXAMPLES = (cells.layer_norm_lstm, cells.dreamer_gru, many_levels)
 every_example = pytest.mark.parametrize("cell", EXAMPLES, ids=lambda cell: cell.__name__)
 
@@ -163,9 +158,29 @@ def test_resets(cell, reset_to, reset):
 @pytest.mark.parametrize("dtype", [*TYPES, DOUBLE])
 @every_example
 def test_values_and_gradients_equal_the_loop_on_a_gpu(cell, dtype, hidden):
-    if hidden > 1024 and torch.cuda.get_device_capability() < (9, 0):
+    if hidden > 1024 and not has_clusters():
         pytest.skip("needs clusters for so many units")
     Example(cell, dtype, length=4, batch=3, hidden=hidden, device="cuda").check()
+
+
+@needs_cuda
+@pytest.mark.skipif(not has_clusters(), reason="needs a GPU with clusters")
+@pytest.mark.parametrize("hidden", [24, 104, 136, 256])
+@pytest.mark.parametrize("dtype", TYPES)
+@every_example
+def test_values_and_gradients_in_a_cluster_equal_the_loop(cell, dtype, hidden):
+    if hidden > 128 and dtype == torch.float32:
+        pytest.skip("float32 has no room for so many units")
+    Example(cell, dtype, length=6, batch=11, hidden=hidden, device="cuda").check(algorithm="cluster")
+
+
+@needs_cuda
+@pytest.mark.skipif(not has_clusters(), reason="needs a GPU with clusters")
+@pytest.mark.parametrize("reset", [torch.bool, torch.float32])
+@pytest.mark.parametrize("reset_to", ["zeros", "initial"])
+def test_resets_in_a_cluster(reset_to, reset):
+    how = {"reset": reset, "reset_to": reset_to, "device": "cuda"}
+    Example(cells.dreamer_gru, torch.float32, length=8, batch=4, hidden=40, **how).check(algorithm="cluster")
 
 
 @needs_cuda

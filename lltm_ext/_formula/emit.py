@@ -79,9 +79,10 @@ def literal(value: float) -> str:
 class Names:
     """The C++ names of nodes: v1, v2, ..., or the user's variable and an underscore, which no keyword has."""
 
-    def __init__(self, leaves: dict[Node, str]):
+    def __init__(self, leaves: dict[Node, str], in_packs: bool = False):
         self._names = dict(leaves)
         self._taken: set[str] = set()
+        self.in_packs = in_packs  # whether A may be several numbers (src/recurrence/persistent/units.cuh)
 
     def __call__(self, node: Node) -> str:
         if node.op == CONSTANT:
@@ -95,7 +96,11 @@ class Names:
         return self._names[node]
 
     def definition(self, node: Node, text: str) -> str:
-        return f"const {'bool' if node.boolean else 'A'} {self(node)} = {text};"
+        kind = ("auto" if self.in_packs else "bool") if node.boolean else "A"
+        return f"const {kind} {self(node)} = {text};"
+
+    def choice(self, condition: str, a: str, b: str) -> str:
+        return f"choose({condition}, {a}, {b})" if self.in_packs else f"({condition} ? {a} : {b})"
 
 
 def statements(nodes: Sequence[Node], known: Sequence[Node], names: Names) -> list[str]:
@@ -104,7 +109,9 @@ def statements(nodes: Sequence[Node], known: Sequence[Node], names: Names) -> li
     for node in ancestors(nodes, known):
         if node.op not in (LEAF, CONSTANT) and node not in known:
             arguments = [names(arg) for arg in node.args]
-            lines.append(names.definition(node, OPS[node.op].text.format(*arguments)))
+            is_choice = node.op == "where" and names.in_packs
+            text = names.choice(*arguments) if is_choice else OPS[node.op].text.format(*arguments)
+            lines.append(names.definition(node, text))
     return lines
 
 
@@ -119,7 +126,8 @@ class Saved(NamedTuple):
         """The C++ expressions of the numbers."""
         node, value = self.nodes[0], names(self.nodes[0])
         if node.boolean:
-            return [" + ".join(f"({names(x)} ? A({1 << k}) : A(0))" for k, x in enumerate(self.nodes))]
+            bits = (names.choice(names(x), f"A({1 << k})", "A(0)") for k, x in enumerate(self.nodes))
+            return [" + ".join(bits)]
         if self.wide:
             return [f"Math::high_part({value})", f"Math::low_part({value})"]
         if node.op == "tanh":
@@ -130,8 +138,9 @@ class Saved(NamedTuple):
         """The C++ definitions of the nodes."""
         node, number = self.nodes[0], f"saved[{self.first}]"
         if len(self.nodes) > 1:
-            bits = [f"static_cast<int>({number}) & {1 << k}" for k in range(len(self.nodes))]
-            return [names.definition(x, f"({bit}) != 0") for x, bit in zip(self.nodes, bits, strict=True)]
+            plain, packed = "(static_cast<int>({0}) & {1}) != 0", "has_bit({0}, {1})"
+            text = packed if names.in_packs else plain
+            return [names.definition(x, text.format(number, 1 << k)) for k, x in enumerate(self.nodes)]
         if node.boolean:
             value = f"{number} != A(0)"
         elif self.wide:
@@ -272,12 +281,12 @@ def stages_text(
         return ""
     feed = []
     for values in cell.stages:
-        names = Names(places)
+        names = Names(places, cell.over_units)
         lines = forward_values(cell, values, names)
         feed.append([*lines, *(f"fed[{cell.fed.index(x)}] = {names(x)};" for x in values)])
     feed_back = []
     for products in cell.back_stages:
-        names = Names(in_backward)
+        names = Names(in_backward, cell.over_units)
         lines = backward_values(cell, saved, [x.gradient for x in products], names)
         results = (f"grad_products[{cell.products.index(x)}] = {names(x.gradient)};" for x in products)
         feed_back.append([*lines, *results])
@@ -343,8 +352,8 @@ def emit(
         tuple(map(repr, nodes)),
         count,
         cell.reads_h,
-        forward_text(cell, saved, Names(places)),
-        backward_text(cell, saved, Names(in_backward)),
+        forward_text(cell, saved, Names(places, cell.over_units)),
+        backward_text(cell, saved, Names(in_backward, cell.over_units)),
         wide_projections,
         [g for g, node in enumerate(leaves["x"]) if node in read],
         leaves["h"][0] in read,

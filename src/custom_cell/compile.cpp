@@ -16,11 +16,13 @@ LLTM_EMBED(hopper_ptx_cuh, "common/hopper/ptx.cuh");
 LLTM_EMBED(pipeline_cuh, "common/hopper/pipeline.cuh");
 LLTM_EMBED(split_cuh, "common/hopper/split.cuh");
 LLTM_EMBED(cell_h, "recurrence/cell.h");
+LLTM_EMBED(over_units_h, "recurrence/over_units.h");
 LLTM_EMBED(variants_h, "recurrence/persistent/variants.h");
 LLTM_EMBED(shape_h, "recurrence/persistent/shape.h");
 LLTM_EMBED(pair_cuh, "recurrence/persistent/pair.cuh");
 LLTM_EMBED(product_cuh, "recurrence/persistent/product.cuh");
 LLTM_EMBED(exchange_cuh, "recurrence/persistent/exchange.cuh");
+LLTM_EMBED(units_cuh, "recurrence/persistent/units.cuh");
 LLTM_EMBED(block_cuh, "recurrence/persistent/block.cuh");
 LLTM_EMBED(steps_cuh, "recurrence/persistent/steps.cuh");
 LLTM_EMBED(row_per_block_cuh, "recurrence/persistent/row_per_block.cuh");
@@ -67,11 +69,13 @@ const std::vector<Header> kHeaders = {
     pipeline_cuh,
     split_cuh,
     cell_h,
+    over_units_h,
     variants_h,
     shape_h,
     pair_cuh,
     product_cuh,
     exchange_cuh,
+    units_cuh,
     block_cuh,
     steps_cuh,
     row_per_block_cuh,

@@ -55,7 +55,8 @@ struct CellShape {
   constexpr int extra() const { return saved - saved_in_gates(); }
   constexpr int live_states() const { return states + reads_h; }  // values that a unit keeps between steps
   constexpr int sums() const { return gates + parameters; }       // gradients that are summed over all rows
-  // Whether a step is a product and a launch, or several of both: units read more than their own values.
+  // Whether units read more than their own values. Then a step is a product and a launch, or several of both,
+  // unless a cluster is asked for by name.
   constexpr bool is_stepwise() const { return over_units || products > 0; }
   constexpr int rows_of_weight_hh() const { return gates + blocks; }  // in hidden_size rows
   // Whether a step's output is not the h that the row's next step starts from.
@@ -118,9 +119,9 @@ using projection_t = typename Conditional<kIsWide<Cell>, acc_t<T>, T>::type;
 
 constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
 
-// The units of a row together (stepwise/rows.cuh).
+// What the units of a row compute together, in the kernels that do (stepwise/rows.cuh, persistent/units.cuh).
 template <typename A>
-class RowOfUnits;
+class RowOfUnits {};
 struct NoUnits {};
 
 template <class Cell, typename A>

@@ -55,6 +55,7 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   const PersistentShape shape = {p.cell, v, p.element_size, p.backward};
   const int units = shape.units();
   if (v.on_hopper_only && !device.has_sm90a) return false;
+  if (p.cell.over_units && (v.algorithm != Algorithm::kCluster || v.row_per_block)) return false;
   if (v.tf32 && !p.tf32) return false;
   if (p.hidden > shape.most_hidden()) return false;
   if (!v.row_per_block && p.hidden % 8 != 0) return false;
@@ -227,7 +228,9 @@ inline UnitTiles unit_tiles(const Problem& p, const DeviceInfo& device) {
 }
 
 inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm requested) {
-  if (p.cell.over_units) return "takes cells whose units read only their own values";
+  if (p.cell.over_units && requested == Algorithm::kGrid) {
+    return "takes cells whose units read only their own values";
+  }
   if (p.cell.products > 0) return "takes cells with one product a step";
   if (!p.cell.recurrent) return "takes cells with a product of h, got one without";
   if (p.element_size == 8) return "takes float16, bfloat16 and float32, got float64";
@@ -248,7 +251,10 @@ inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm
 // Plans the requested algorithm, or the fastest for kAuto. The stepwise loop runs everything.
 inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Algorithm requested) {
   Plan plan;
-  if (problem.cell.is_stepwise()) {
+  // Values over all units: the kernels of clusters exchange them, if they are asked for by name.
+  const bool only_steps =
+      problem.cell.is_stepwise() && (requested != Algorithm::kCluster || problem.cell.products > 0);
+  if (only_steps) {
     if (requested == Algorithm::kCluster || requested == Algorithm::kGrid) {
       plan.why_not = plan_detail::why_not(problem, device, requested);
     }

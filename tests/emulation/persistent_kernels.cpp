@@ -23,6 +23,47 @@
 #include "recurrence/without_product/tiles.cuh"
 
 namespace lltm_ext {
+
+// The units of a row in the reference, which computes one after the other. It computes the row again for each
+// call of theirs: then all units have given what the call takes.
+template <>
+class RowOfUnits<double> {
+ public:
+  struct Calls {
+    size_t known = 0;                       // calls whose arguments are complete
+    std::vector<std::vector<double>> of{};  // the units' arguments of each call
+  };
+  RowOfUnits() = default;
+  RowOfUnits(Calls& calls, int hidden, int unit) : calls_(&calls), hidden_(hidden), unit_(unit) {}
+
+  double sum(double x) const { return found(x, 0, hidden_); }
+  double mean(double x) const { return sum(x) / hidden_; }
+  double cumsum(double x) const { return found(x, 0, unit_ + 1); }
+  double cumsum_back(double x) const { return found(x, unit_, hidden_); }
+  double max(double x) const {
+    const std::vector<double>* const values = given(x);
+    return values ? *std::max_element(values->begin(), values->end()) : 1;
+  }
+
+ private:
+  const std::vector<double>* given(double x) const {
+    if (calls_->of.size() == next_) calls_->of.emplace_back(hidden_);
+    std::vector<double>& values = calls_->of[next_];
+    values[unit_] = x;
+    return next_++ < calls_->known ? &values : nullptr;
+  }
+  double found(double x, int begin, int end) const {
+    const std::vector<double>* const values = given(x);
+    double sum = values ? 0 : 1;
+    for (int i = begin; values && i < end; ++i) sum += (*values)[i];
+    return sum;
+  }
+
+  Calls* calls_;
+  int hidden_, unit_;
+  mutable size_t next_ = 0;
+};
+
 namespace {
 
 using Values = std::vector<double>;
@@ -251,12 +292,33 @@ class Reference {
   void forward_row(int b, int64_t row) {
     Values operands(&h[at(b, 1, 0)], &h[at(b, 1, 0)] + c_.hidden);
     for (double& x : operands) x = precision_.operand(x);
-    for (int unit = 0; unit < c_.hidden; ++unit) forward_unit(b, row, unit, operands);
+    run_row([&](Reference& self) {
+      for (int unit = 0; unit < c_.hidden; ++unit) self.forward_unit(b, row, unit, operands);
+    });
+  }
+
+  // Runs a row's units, in copies of this at first until all know what they read of each other.
+  template <class Run>
+  void run_row(Run&& run) {
+    if constexpr (kIsOverUnits<Cell>) {
+      calls_ = {};
+      do {
+        Reference trial = *this;
+        run(trial);
+        calls_.of = trial.calls_.of;
+      } while (++calls_.known <= calls_.of.size());
+      calls_.known = calls_.of.size();
+    }
+    run(*this);
+  }
+  void set_units(CellInputs<Cell, double>& in, int unit) {
+    if constexpr (kIsOverUnits<Cell>) in.units = {calls_, c_.hidden, unit};
   }
 
   void forward_unit(int b, int64_t row, int unit, const Values& operands) {
     const double keep = kToInitial ? 1 : in_.keep[row];
     CellInputs<Cell, double> in = {};
+    set_units(in, unit);
     load_inputs(in, row, unit);
     in.h = keep * h[at(b, 1, 0) + unit];
     for (int gate = 0; gate < kGates; ++gate) {
@@ -278,8 +340,11 @@ class Reference {
 
   void backward_row(int b, int64_t row, const Values& saved_values, const Values& previous_h) {
     Values own(c_.hidden);  // gradients of h that don't pass the weights
-    for (int unit = 0; unit < c_.hidden; ++unit)
-      own[unit] = backward_unit(b, row, unit, saved_values, previous_h);
+    run_row([&](Reference& self) {
+      for (int unit = 0; unit < c_.hidden; ++unit) {
+        own[unit] = self.backward_unit(b, row, unit, saved_values, previous_h);
+      }
+    });
     double* const to = &grad_h[at(b, 1, 0)];
     std::fill(to, to + c_.hidden, 0);
     for (int gate = 0; gate < kGates; ++gate) {
@@ -298,6 +363,7 @@ class Reference {
 
   double backward_unit(int b, int64_t row, int unit, const Values& saved_values, const Values& previous_h) {
     CellInputs<Cell, double> in = {};
+    set_units(in, unit);
     load_inputs(in, row, unit);
     for (int gate = 0; gate < kGates && !Cell::kRecurrent; ++gate) {
       in.x[gate] = in_.gates[at(row, kGates, gate) + unit];
@@ -332,6 +398,7 @@ class Reference {
   const Inputs& in_;
   const Precision precision_;
   Values weight_;
+  RowOfUnits<double>::Calls calls_;
 };
 
 // ---- the kernels
@@ -887,6 +954,23 @@ void check_persistent() {
   check<Cell, __half, 11, bool>({4, 12, 72, 16, false, {12, 9, 3, 1}});
 }
 
+// Cells whose units read values over all units of their row: in one block, a row in one warp and in two; in
+// clusters, with all rows of a tile and with few, a part of whose units may not exist.
+template <class Cell>
+void check_rows() {
+  check<Cell, __half, 3, NoReset>({4, 6, 24, 8, false, {}});
+  check<Cell, __half, 4, bool>({4, 11, 104, 8, true, {}});
+  check<Cell, __half, 4, NoReset>({3, 3, 128, 8, false, {}, /*save=*/true, /*from_zeros=*/true});
+  check<Cell, __half, 5, NoReset>({4, 6, 72, 8, false, {}});
+  check<Cell, __nv_bfloat16, 5, float>({5, 11, 136, 8, true, {}});
+  check<Cell, __half, 10, NoReset>({4, 5, 136, 8, false, {}});
+  check<Cell, __half, 10, NoReset>({3, 2, 200, 2, true, {}, /*save=*/false});
+  check<Cell, float, 7, float>({5, 11, 104, 8, true, {}});
+  check<Cell, float, 15, bool>({5, 9, 40, 8, false, {}});
+  check<Cell, float, 22, bool>({5, 5, 40, 8, false, {}});
+  check<Cell, float, 22, NoReset>({4, 10, 24, 8, true, {}, /*save=*/true, /*from_zeros=*/true});
+}
+
 // Where K has one part and several, blocks have fewer units than others, and rows fewer than the kernel
 // takes.
 template <class Cell>
@@ -982,7 +1066,9 @@ constexpr Checks checks_of(const char* name) {
 
 template <class Cell, Checks kChecks>
 void check_all() {
-  if constexpr (Cell::kRecurrent) {
+  if constexpr (kIsOverUnits<Cell>) {
+    check_rows<Cell>();
+  } else if constexpr (Cell::kRecurrent) {
     check_persistent<Cell>();
     check_small_batch<Cell>();
     check_single_step<Cell>();

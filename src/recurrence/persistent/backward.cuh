@@ -140,14 +140,58 @@ class PersistentBackward
 
   __device__ __forceinline__ void step_pair(int i, const float* sums) {
     OneTilePair& p = pairs_[i];
+    run_cell(i, gradient_of_h(i, sums), p.grad_states, p.grads);
+    exchange_gates(p.grad_gates, p.grads, p.exists, i);
+  }
+  // All pairs at once.
+  __device__ __forceinline__ void step_pairs(const float* sums) {
+    using A = typename Base::UnitsPack;
+    CellInputs<Cell, A> in;
+    A saved[at_least_one(Cell::kSaved)], grad_states[at_least_one(kStates)], grad_h;
+    CellGradients<Cell, A> grads;
+    in.units = Base::row_units_;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      CellInputs<Cell, float> of_pair[2];
+      float of_saved[2][at_least_one(Cell::kSaved)], of_unit[2][at_least_one(kStates)];
+      const float2 of_h =
+          load_pair(of_pair, of_saved, of_unit, i, gradient_of_h(i, sums), pairs_[i].grad_states);
+      grad_h.of[2 * i] = of_h.x, grad_h.of[2 * i + 1] = of_h.y;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        Base::put(in, 2 * i + e, of_pair[e]);
+        Base::put(saved, 2 * i + e, of_saved[e]);
+        Base::put(grad_states, 2 * i + e, of_unit[e]);
+      }
+    }
+    Cell::template backward<PackMath<typename Config::Math>>(saved, in, grad_h, grad_states, grads);
+    Base::row_units_ = in.units;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      OneTilePair& p = pairs_[i];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        Base::take(p.grads[e].x, grads.x, 2 * i + e);
+        Base::take(p.grads[e].r, grads.r, 2 * i + e);
+        Base::take(p.grads[e].parameters, grads.parameters, 2 * i + e);
+        p.grads[e].h = grads.h.of[2 * i + e];
+      }
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) {
+        p.grad_states[s] = make_float2(grad_states[s].of[2 * i], grad_states[s].of[2 * i + 1]);
+      }
+      exchange_gates(p.grad_gates, p.grads, p.exists, i);
+    }
+  }
+  __device__ __forceinline__ float2 gradient_of_h(int i, const float* sums) {
+    OneTilePair& p = pairs_[i];
     float2 through_weights = Base::total(sums, 0, i);
     if constexpr (Config::kHasResets) {
       if (p.exists) collect_initial(p.reset, 0, p.at, through_weights);
       through_weights = Base::masked(p.reset, through_weights);
       p.reset = inputs_[i].reset;
     }
-    run_cell(i, add(through_weights, p.grad_h), p.grad_states, p.grads);
-    exchange_gates(p.grad_gates, p.grads, p.exists, i);
+    return add(through_weights, p.grad_h);
   }
 
   // Moves on to the next step, if any are left.
@@ -293,11 +337,12 @@ class PersistentBackward
     }
   }
 
-  // Updates the gradients of the states and computes those of what the cell reads.
-  __device__ __forceinline__ void run_cell(int i, float2 grad_h, States& grad_states, Gradients& grads) {
-    CellInputs<Cell, float> in[2];
+  // What a step of both units reads. Returns the gradient of h with that of the output, if it is that.
+  __device__ __forceinline__ float2 load_pair(CellInputs<Cell, float> (&in)[2],
+                                              float (&saved)[2][at_least_one(Cell::kSaved)],
+                                              float (&of_unit)[2][at_least_one(kStates)], int i,
+                                              float2 grad_h, States& grad_states) const {
     Base::widen_inputs(in, i, inputs_[i].steps);
-    float saved[2][at_least_one(Cell::kSaved)], of_unit[2][at_least_one(kStates)];
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
       const float2 value = inputs_[i].saved[v].widen();
@@ -308,6 +353,14 @@ class PersistentBackward
     of_output = add(of_output, inputs_[i].grad_output.widen());
 #pragma unroll
     for (int s = 0; s < kStates; ++s) of_unit[0][s] = grad_states[s].x, of_unit[1][s] = grad_states[s].y;
+    return grad_h;
+  }
+
+  // Updates the gradients of the states and computes those of what the cell reads.
+  __device__ __forceinline__ void run_cell(int i, float2 grad_h, States& grad_states, Gradients& grads) {
+    CellInputs<Cell, float> in[2];
+    float saved[2][at_least_one(Cell::kSaved)], of_unit[2][at_least_one(kStates)];
+    grad_h = load_pair(in, saved, of_unit, i, grad_h, grad_states);
     using Math = typename Config::Math;
     Cell::template backward<Math>(saved[0], in[0], grad_h.x, of_unit[0], grads[0]);
     Cell::template backward<Math>(saved[1], in[1], grad_h.y, of_unit[1], grads[1]);

@@ -13,6 +13,7 @@
 #include "recurrence/persistent/pair.cuh"
 #include "recurrence/persistent/product.cuh"
 #include "recurrence/persistent/shape.h"
+#include "recurrence/persistent/units.cuh"
 
 namespace lltm_ext {
 
@@ -171,13 +172,15 @@ class SharedStorage {
   static constexpr PersistentShape kShape = Config::kShape;
   static constexpr int kScratch = 2 * kShape.partial_sums();
   static constexpr int kWeights = kScratch + kBlockWarps * kShape.warp_scratch();
-  static constexpr int kLiveStates = kWeights + kBlockWarps * kShape.warp_weights();
+  static constexpr int kRowParts = kWeights + kBlockWarps * kShape.warp_weights();
+  static constexpr int kLiveStates = kRowParts + kShape.row_parts();
 
  public:
   __device__ explicit SharedStorage(float* base) : base_(base) {}
   __device__ float* sums() const { return base_; }
   __device__ float* scratch() const { return base_ + kScratch + threadIdx.x / 32 * kShape.warp_scratch(); }
   __device__ float* weights() const { return base_ + kWeights + threadIdx.x / 32 * kShape.warp_weights(); }
+  __device__ RowParts& row_parts() const { return *reinterpret_cast<RowParts*>(base_ + kRowParts); }
   __device__ float* live_states() const { return base_ + kLiveStates; }
   __device__ char* exchange(int rows) const {
     return reinterpret_cast<char*>(live_states() + rows * kShape.live_states_per_row());

@@ -148,6 +148,42 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   __device__ __forceinline__ void step_pair(int i, const float* sums) {
     OneTilePair& p = pairs_[i];
     p.h = run_cell(sums, i, p.states, p.h, p.saved);
+    pass_on(i);
+  }
+  // All pairs at once.
+  __device__ __forceinline__ void step_pairs(const float* sums) {
+    using A = typename Base::UnitsPack;
+    CellInputs<Cell, A> in;
+    A states[at_least_one(kStates)], saved[at_least_one(Cell::kSaved)];
+    in.units = Base::row_units_;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      CellInputs<Cell, float> of_pair[2];
+      float of_unit[2][at_least_one(kStates)];
+      load_pair(of_pair, of_unit, sums, i, pairs_[i].states, pairs_[i].h);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        Base::put(in, 2 * i + e, of_pair[e]);
+        Base::put(states, 2 * i + e, of_unit[e]);
+      }
+    }
+    const A h = Cell::template forward<PackMath<typename Config::Math>>(in, states, saved);
+    Base::row_units_ = in.units;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      OneTilePair& p = pairs_[i];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) Base::take(p.saved[e], saved, 2 * i + e);
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) {
+        p.states[s] = make_float2(states[s].of[2 * i], states[s].of[2 * i + 1]);
+      }
+      p.h = new_h(h.of[2 * i], h.of[2 * i + 1]);
+      pass_on(i);
+    }
+  }
+  __device__ __forceinline__ void pass_on(int i) {
+    const OneTilePair& p = pairs_[i];
     const float2 sent = kResetsAhead ? h_after_reset(p, inputs_[i].reset) : p.h;
     Base::exchange(p.to.output, kToInitial ? sent : p.h, sent, p.exists, i, 0);
   }
@@ -284,10 +320,10 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     }
   }
 
-  // Updates the states and returns h, rounded to T if the cell reads it in the next step.
-  __device__ __forceinline__ float2 run_cell(const float* sums, int i, States& states, float2 old_h,
-                                             Saved& saved) const {
-    CellInputs<Cell, float> in[2];
+  // What a step of both units reads.
+  __device__ __forceinline__ void load_pair(CellInputs<Cell, float> (&in)[2],
+                                            float (&of_unit)[2][at_least_one(kStates)], const float* sums,
+                                            int i, States& states, float2 old_h) const {
     Base::widen_inputs(in, i, inputs_[i].steps);
     float2 products[kGates];
 #pragma unroll
@@ -309,16 +345,27 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       }
     }
     if constexpr (Cell::kReadsH) in[0].h = old_h.x, in[1].h = old_h.y;
-    float of_unit[2][at_least_one(kStates)], h[2];
 #pragma unroll
     for (int s = 0; s < kStates; ++s) of_unit[0][s] = states[s].x, of_unit[1][s] = states[s].y;
+  }
+
+  // Updates the states and returns h.
+  __device__ __forceinline__ float2 run_cell(const float* sums, int i, States& states, float2 old_h,
+                                             Saved& saved) const {
+    CellInputs<Cell, float> in[2];
+    float of_unit[2][at_least_one(kStates)], h[2];
+    load_pair(in, of_unit, sums, i, states, old_h);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       h[e] = Cell::template forward<typename Config::Math>(in[e], of_unit[e], saved[e]);
     }
 #pragma unroll
     for (int s = 0; s < kStates; ++s) states[s] = make_float2(of_unit[0][s], of_unit[1][s]);
-    return Cell::kReadsH ? Pair<T>::of(h[0], h[1]).widen() : make_float2(h[0], h[1]);
+    return new_h(h[0], h[1]);
+  }
+  // Rounded to T if the cell reads it in the next step.
+  __device__ __forceinline__ static float2 new_h(float first, float second) {
+    return Cell::kReadsH ? Pair<T>::of(first, second).widen() : make_float2(first, second);
   }
 
   __device__ __forceinline__ void save(const Addresses& to, const Saved& saved) const {

@@ -9,10 +9,11 @@ namespace lltm_ext {
 
 constexpr int kBlockThreads = 256;
 constexpr int kBlockWarps = kBlockThreads / 32;
-constexpr int kRowTile = 8;          // rows of the batch in a product
-constexpr int kChunkBytes = 64;      // a warp's step through K, in bytes of a row
-constexpr int kLanesOfUnit = 4;      // lanes that share a unit in a block of one row
-constexpr int kRegisters = 1 << 16;  // registers of a multiprocessor
+constexpr int kRowTile = 8;           // rows of the batch in a product
+constexpr int kChunkBytes = 64;       // a warp's step through K, in bytes of a row
+constexpr int kLanesOfUnit = 4;       // lanes that share a unit in a block of one row
+constexpr int kRegisters = 1 << 16;   // registers of a multiprocessor
+constexpr int kRowPartsFloats = 288;  // of RowParts (units.cuh), in whole lines of shared memory
 
 // How the blocks of a group exchange values; kBlock: a block has all units.
 enum class ExchangeThrough { kL2, kCluster, kBlock };
@@ -105,6 +106,8 @@ struct PersistentShape {
 
   constexpr int sum_stride() const { return units() + 4; }  // avoids bank conflicts
   constexpr int partial_sums() const { return k_slices() * outputs() * kRowTile * sum_stride(); }
+  // What the blocks of a row find for a cell whose units read values over all of its units.
+  constexpr int row_parts() const { return cell.over_units ? kRowPartsFloats : 0; }
   // If a group may have several tiles, what their rows carry from step to step is in shared memory.
   constexpr int live_states_per_row() const { return variant.any_rows ? cell.live_states() * units() : 0; }
 
@@ -118,7 +121,7 @@ struct PersistentShape {
   }
   constexpr int shared_bytes(const Group& group) const {
     if (variant.row_per_block) return 4 * 2 * inputs() * units();
-    const int floats = 2 * partial_sums() + kBlockWarps * (warp_scratch() + warp_weights()) +
+    const int floats = 2 * partial_sums() + kBlockWarps * (warp_scratch() + warp_weights()) + row_parts() +
                        group.rows * live_states_per_row();
     return 4 * floats + exchange_bytes();
   }

@@ -41,6 +41,10 @@ class PersistentSteps {
   static constexpr int kStates = Cell::kStates, kLiveStates = Config::kShape.cell.live_states();
   static constexpr int kStepInputs = at_least_one(Cell::kStepInputs);
   static constexpr int kPairs = Config::Tile::kPairsPerThread, kUnits = Config::Tile::kUnits;
+  // Of a cell whose units read values over all units of their row.
+  static constexpr bool kOverUnits = kIsOverUnits<Cell>;
+  using UnitsPack = Pack<kPairs, kUnits / 2, Config::kThrough == ExchangeThrough::kCluster>;
+  using RowUnits = typename Conditional<kOverUnits, RowOfUnits<UnitsPack>, NoUnits>::type;
 
   __device__ PersistentSteps(const GroupGrid& grid, int batch, int hidden, const Storage& storage)
       : hidden_(hidden),
@@ -49,6 +53,7 @@ class PersistentSteps {
         scratch_(storage.scratch()),
         weights_(storage.weights()),
         live_states_(storage.live_states()),
+        row_units_(units_of_rows(grid, storage)),
         exchange_(storage.exchange(grid.rows), map_.group(grid, hidden)) {}
 
   __device__ __forceinline__ int unit(int i) const { return map_.first_unit + map_.pair_unit(i); }
@@ -112,6 +117,26 @@ class PersistentSteps {
     for (int i = 0; i < N; ++i) values[i] = masked(reset, values[i]);
   }
 
+  // A unit's values as those of a pack.
+  template <int N>
+  __device__ __forceinline__ static void put(UnitsPack (&to)[N], int at, const float (&from)[N]) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) to[k].of[at] = from[k];
+  }
+  template <int N>
+  __device__ __forceinline__ static void take(float (&to)[N], const UnitsPack (&from)[N], int at) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) to[k] = from[k].of[at];
+  }
+  __device__ __forceinline__ static void put(CellInputs<Cell, UnitsPack>& to, int at,
+                                             const CellInputs<Cell, float>& from) {
+    put(to.x, at, from.x);
+    put(to.r, at, from.r);
+    put(to.parameters, at, from.parameters);
+    put(to.steps, at, from.steps);
+    to.h.of[at] = from.h;
+  }
+
   // Parameters and step inputs as the cell reads them, for both units of a pair.
   __device__ __forceinline__ void widen_inputs(CellInputs<Cell, float> (&in)[2], int i,
                                                const Pair<T> (&step_inputs)[kStepInputs]) const {
@@ -162,10 +187,21 @@ class PersistentSteps {
   typename Config::Weights weights_;
   float* const live_states_;  // [rows of the group, kLiveStates, kUnits]
   Pair<T> parameters_[kPairs][at_least_one(Cell::kParameters)];
+  RowUnits row_units_;  // begins before the exchange, in which the blocks of a cluster wait for each other
   Exchange exchange_;
   Prefetcher prefetcher_;
 
  private:
+  __device__ RowUnits units_of_rows(const GroupGrid& grid, const Storage& storage) const {
+    if constexpr (kOverUnits) {
+      return {storage.row_parts(), hidden_,
+              grid.group_blocks,   static_cast<int>(blockIdx.x) % grid.group_blocks,
+              map_.pair_row(0),    map_.has_pair(0, hidden_)};
+    } else {
+      return {};
+    }
+  }
+
   __device__ __forceinline__ Derived& derived() { return static_cast<Derived&>(*this); }
 
   // For groups of one row tile, if every step has the whole batch. A step takes about a microsecond, most of
@@ -180,9 +216,13 @@ class PersistentSteps {
     for (int n = 0; n < steps; ++n) {
       const float* const sums = multiply_tile(n & 1, source);
       source = self.next_source(source);
+      if constexpr (kOverUnits) {
+        if (map_.warp_has_pair(0)) self.step_pairs(sums);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        if (map_.warp_has_pair(i)) self.step_pair(i, sums);
+        for (int i = 0; i < kPairs; ++i) {
+          if (map_.warp_has_pair(i)) self.step_pair(i, sums);
+        }
       }
       if (Derived::kSendsLastStep || n + 1 < steps) exchange_.send();
 #pragma unroll

@@ -5,6 +5,7 @@
 #include "common/fast_math.cuh"
 #include "common/hopper/ptx.cuh"
 #include "common/launch.cuh"
+#include "recurrence/over_units.h"
 #include "recurrence/stepwise/rows.h"
 #include "recurrence/stepwise/step.h"
 
@@ -21,15 +22,15 @@ constexpr bool has_clusters() {
 // What the threads of a row compute together. All of them call a function, since it waits for all. They get
 // the same bits: each adds up what the row's warps have found, in the order of the units.
 template <typename A>
-class RowOfUnits {
+class UnitsOfThreads {
  public:
   // Of a block. Calls take turns, so that a warp may go on to the next call before others have read.
   struct Memory {
     A parts[2][kMostRowBlocks * kMostRowThreads / 32];
   };
 
-  RowOfUnits() = default;
-  __device__ RowOfUnits(Memory& memory, const RowOfThreads& row, int block)
+  UnitsOfThreads() = default;
+  __device__ UnitsOfThreads(Memory& memory, const RowOfThreads& row, int block)
       : memory_(&memory),
         units_(row.blocks * row.threads),
         blocks_(row.blocks),
@@ -108,6 +109,17 @@ class RowOfUnits {
   Memory* memory_;
   int units_, blocks_, lane_, lanes_, parts_, part_;
   mutable int turn_ = 0;
+};
+
+template <>
+class RowOfUnits<float> : public UnitsOfThreads<float> {
+ public:
+  using UnitsOfThreads::UnitsOfThreads;
+};
+template <>
+class RowOfUnits<double> : public UnitsOfThreads<double> {
+ public:
+  using UnitsOfThreads::UnitsOfThreads;
 };
 
 // Unit j of row b.

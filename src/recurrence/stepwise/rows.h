@@ -1,11 +1,11 @@
 // How threads share the row of a cell whose units read values over all units of their row (rows.cuh).
 #pragma once
 
-#include "common/portable.h"
+#include "recurrence/over_units.h"
 
 namespace lltm_ext {
 
-constexpr int kMostRowThreads = 1024, kMostRowBlocks = 8;  // of a cluster
+constexpr int kMostRowThreads = 1024;  // of a block
 
 // A thread a unit. All blocks have equally many.
 struct RowOfThreads {
