@@ -109,7 +109,7 @@ def op_arguments(cell: RecurrentCell, call: SequenceCall) -> tuple[Tensor | None
     own = cell.recurrent_gates
     if (
         weight_hh is not None
-        and not cell.weights
+        and not cell.has_own_weights
         and (len(own) < cell.gates or weight_hh.shape[0] != cell.gates * weight_hh.shape[-1])
     ):
         weight_hh = of_all_gates(weight_hh, own, cell.gates)

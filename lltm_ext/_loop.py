@@ -80,7 +80,7 @@ def step_of(
     compute = compute_dtype(call.input.dtype)
     hidden = call.states[0].shape[1]
     weight_hh, blocks = call.weight_hh, ()
-    if cell.weights and weight_hh is not None:
+    if cell.has_own_weights and weight_hh is not None:
         weight_hh, own = weight_hh.tensor_split((cell.gates * hidden,))
         blocks = own.to(compute).unflatten(0, (-1, hidden)).unbind(0)
     product = None if weight_hh is None else product_with(weight_hh.to(compute), hidden)

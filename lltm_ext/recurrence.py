@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -295,10 +296,13 @@ class RecurrentCell:
         taken = (*RESERVED, *self.state_names)
         names = check_names(name, "parameters", parameters, taken)
         initial = parameters if isinstance(parameters, Mapping) else dict.fromkeys(names)
+        for p in names:
+            check_initial(name, p, initial[p])
         self.parameters: dict[str, float | Sequence[float] | None] = {p: initial[p] for p in names}
         self.inputs = check_names(name, "inputs", inputs, (*taken, *self.parameters))
         own = check_weights(name, weights, recurrent, (*taken, *self.parameters, *self.inputs))
         self.weights = {w.name: (w.rows, w.columns) for w in own}
+        self.has_own_weights = bool(own)  # torch.compile asks for no dictionary
         named = (self.states, names_of_values(self.parameters), self.inputs)
         self._options = (gates, separate, states, parameters, inputs, recurrent, output, weights)
         self.declared = Declaration(name, gates, self.separate, *named, self.recurrent, output, own)
@@ -409,11 +413,13 @@ class RecurrentCell:
         if self.gates > 0 and not isinstance(input, Tensor):
             check_tensor(self.__name__, "input", input)
         states = check_states(self.__name__, hx, self.state_names)
-        parameters, inputs = self._values_of(named) if named or self.parameters or self.inputs else ((), ())
-        if self.weights:
+        parameters, inputs = (
+            self._values_of(named, states[0]) if named or self.parameters or self.inputs else ((), ())
+        )
+        if self.has_own_weights:
             check_tensor(self.__name__, "h0", states[0])
             weight_ih, weight_hh, bias = weights
-            weights = (weight_ih, self.weights_of_products(weight_hh, states[0].shape[-1], named), bias)
+            weights = (weight_ih, self.weights_of_products(weight_hh, last_size(states[0]), named), bias)
         if self.gates == 0:
             input = self._input_of_no_gates(input, states[0], inputs[0])
         if reverse and reset is not None:
@@ -439,8 +445,8 @@ class RecurrentCell:
         found = [i for i, r in enumerate(self.derived.leaves["r"]) if r in read]
         if not found:
             raise ValueError(
-                f"{self.__name__}: expected the function to read r of a gate, but it reads none "
-                "(recurrent=False declares a cell without a product)"
+                f"{self.__name__}: expected the function to read r of a gate, but it reads none"
+                + ("" if self.has_own_weights else " (recurrent=False declares a cell without a product)")
             )
         return found
 
@@ -463,7 +469,7 @@ class RecurrentCell:
                 stacklevel=4,
             )
 
-    def _values_of(self, named: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def _values_of(self, named: dict[str, Any], h0: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         """The parameters and the inputs of a call, in their order."""
         for name in (*self.parameters, *self.inputs, *self.weights):
             if name not in named:
@@ -473,9 +479,9 @@ class RecurrentCell:
             unknown = next(name for name in named if name not in known)
             expected = f"only the names {', '.join(known)}" if known else "no parameter or input of a step"
             raise TypeError(f"{self.__name__}: expected {expected}, got {unknown}")
-        return self.values_of_units(named), [named[u] for u in self.inputs]
+        return self.values_of_units(named, last_size(h0)), [named[u] for u in self.inputs]
 
-    def values_of_units(self, named: Mapping[str, Any]) -> list[Any]:
+    def values_of_units(self, named: Mapping[str, Any], hidden: int) -> list[Any]:
         """The parameters in their order, those of several values [n*H] as n tensors [H]."""
         found = []
         for name, initial in self.parameters.items():
@@ -484,9 +490,10 @@ class RecurrentCell:
                 found.append(x)
                 continue
             check_tensor(self.__name__, name, x)
-            if x.dim() != 1 or x.shape[0] % count != 0:
+            if x.shape != (count * hidden,):
                 raise RuntimeError(
-                    f"{self.__name__}: expected {name} of shape [{count}*hidden_size], got {list(x.shape)}"
+                    f"{self.__name__}: expected {name} of shape [{count}*hidden_size] = [{count * hidden}], "
+                    f"got {list(x.shape)}"
                 )
             found += x.chunk(count)
         return found
@@ -497,6 +504,7 @@ class RecurrentCell:
         weights = {"weight_hh": weight_hh} | {name: named.get(name) for name in self.weights}
         for argument, x in weights.items():
             check_tensor(self.__name__, argument, x)
+            check_like(self.__name__, argument, x, weight_hh, (weight_hh.dtype,))
             rows, columns = sizes[argument]
             fits = is_block_diagonal(x, rows * hidden, hidden) if columns == 1 else False
             if not fits and x.shape != (rows * hidden, columns * hidden):
@@ -535,9 +543,15 @@ class RecurrentCell:
         states: Sequence[Tensor],
         parameters: Sequence[Tensor],
         inputs: Sequence[Tensor],
+        weights: Sequence[Tensor] = (),
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Returns (new h, new states) of one step, by torch's functions, for tensors that broadcast."""
-        values = {"x": x, "r": r, "h": [h], "s": states, "p": parameters, "u": inputs}
+        blocks = [
+            block
+            for w, size in zip(weights, self.weights.values(), strict=True)
+            for block in in_blocks(w, *size).split(h.shape[-1])
+        ]
+        values = {"x": x, "r": r, "h": [h], "s": states, "p": parameters, "u": inputs, "w": blocks}
         new_h, *new_states = self.step_like(h)(values)
         return new_h, tuple(new_states)
 
@@ -771,7 +785,7 @@ def with_inputs_as_gates(cell: RecurrentCell, call: SequenceCall) -> tuple[Recur
         gates.insert(0, input)
         bias = None if bias is None else F.pad(bias, (0, len(inputs) * hidden))
     x, weight_hh = torch.cat(gates, -1) if len(gates) > 1 else gates[0], call.weight_hh
-    if cell.weights:  # their blocks follow those of all gates
+    if cell.has_own_weights:  # their blocks follow those of all gates
         of_gates, own = weight_hh.tensor_split((cell.gates * hidden,))
         weight_hh = torch.cat([of_gates, own.new_zeros((len(inputs) * hidden, hidden)), own])
     call = call._replace(input=x, weight_ih=None, weight_hh=weight_hh, bias=bias, inputs=())
@@ -820,7 +834,9 @@ def kernels_check(cell: RecurrentCell, *calls: SequenceCall) -> bool:
     for call in calls:
         if call.weight_hh is not None and not cell.recurrent:
             return False
-        if 0 < of_product < cell.gates and not cell.weights:  # the op gets rows for the other gates too
+        if (
+            0 < of_product < cell.gates and not cell.has_own_weights
+        ):  # the op gets rows for the other gates too
             rows = getattr(call.weight_hh, "shape", ())[:1]
             if rows != (of_product * hidden_of(call, cell.gates),):
                 return False
@@ -868,6 +884,22 @@ def is_floating(x: Any) -> bool:
 
 
 # ---- checks ------------------------------------------------------------------------------------------------
+
+
+def last_size(x: Any) -> int:
+    return x.shape[-1] if isinstance(x, Tensor) and x.dim() > 0 else 0
+
+
+def check_initial(cell: str, name: str, value: Any) -> None:
+    """Raises for what no parameter can be filled with."""
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    numbers = list(value) if several else [value]
+    is_number = [isinstance(x, Real) or (x is None and not several) for x in numbers]
+    if not numbers or not all(is_number):
+        raise TypeError(
+            f"{cell}: expected the initial value of {name} to be a number, None or a list of numbers, "
+            f"got {value!r}"
+        )
 
 
 def check_output(cell: str, output: Any, states: tuple[str, ...]) -> str:

@@ -170,11 +170,11 @@ class Recurrent(CellLayer):
 
     def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
         end = f"_l{layer}{('', '_reverse')[direction]}"
-        *weights, _ = super()._weights_of(layer, direction)
+        weights = list(super()._weights_of(layer, direction)[:-1])
         own = {name: self._parameter(name + end) for name in (*self.cell.parameters, *self.cell.weights)}
-        if self.cell.weights:
+        if self.cell.has_own_weights:
             weights[1] = self.cell.weights_of_products(weights[1], self.hidden_size, own)
-        return (*weights, self.cell.values_of_units(own))
+        return (*weights, self.cell.values_of_units(own, self.hidden_size))
 
     def reset_parameters(self) -> None:
         """Draws all parameters from U(-1/sqrt(H), 1/sqrt(H)), or fills those whose number the cell gives."""

@@ -120,6 +120,46 @@ def test_heads_divide_the_weights_of_a_cell():
     assert_near(layer(x)[0], dense(x)[0], 1e-6)
 
 
+@every_cell
+def test_torch_compile_traces_a_layer(cell, fresh_dynamo):
+    torch.manual_seed(0)
+    layer = lltm_ext.Recurrent(cell, 5, 8)
+    input, steps = torch.randn(4, 3, 5), {name: torch.rand(4, 3) for name in cell.inputs}
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert_near(compiled(input, **steps)[0], layer(input, **steps)[0], 1e-6)
+
+
+def test_products_of_equal_values_have_the_gradients_of_their_surrogates():
+    @lltm_ext.recurrence(gates=1, weights=("a",))
+    def cell(x, w, units):
+        first, second = (units.linear(lltm_ext.spike(x[0], name), w.a) for name in ("atan", "triangle"))
+        return torch.tanh(first + 2 * second)
+
+    Example(cell, length=3).check()  # against torch's gradients of the loop
+
+
+def test_a_product_of_one_number_of_a_row_has_second_derivatives():
+    @lltm_ext.recurrence(gates=1, weights=("a",), inputs=("gap",))
+    def cell(x, u, w, units):
+        return torch.tanh(x[0] + units.linear(u.gap, w.a))
+
+    layer = lltm_ext.Recurrent(cell, 3, 4).double()
+    x, gap = torch.randn(3, 2, 3, dtype=DOUBLE), torch.rand(3, 2, dtype=DOUBLE)
+
+    def of_weight(weight):
+        return torch.func.functional_call(layer, {"a_l0": weight}, (x,), {"gap": gap})[0]
+
+    assert torch.autograd.gradgradcheck(of_weight, layer.a_l0)
+
+
+def test_a_step_may_have_many_products_and_parameters():
+    @lltm_ext.recurrence(gates=1, weights={"wide": (9, 8)}, parameters={"scale": [1.0] * 70})
+    def many(x, h, p, w, units):
+        return torch.tanh(x[0] + sum(units.linear([h] * 8, w.wide)) * sum(p.scale))
+
+    assert lltm_ext.Recurrent(many, 3, 2)(torch.randn(2, 1, 3))[0].shape == (2, 1, 2)
+
+
 @needs_cuda
 @pytest.mark.parametrize("hidden", [24, 33, 250])
 @pytest.mark.parametrize("dtype", [*TYPES, DOUBLE])
@@ -155,6 +195,8 @@ def test_the_weights_of_a_call_are_checked():
     with pytest.raises(RuntimeError, match=r"expected weight_hh of shape \[2\*hidden_size, .*got \[12, 4\]"):
         input, h0, weight_ih, _, bias = arguments(cell)
         cell(input, h0, weight_ih, torch.zeros(12, 4), bias, weight_hn=torch.zeros(4, 4))
+    with pytest.raises(TypeError, match="expected weight_hn of dtype float32, got float64"):
+        cell(*arguments(cell), weight_hn=torch.zeros(4, 4, dtype=DOUBLE))
     with pytest.raises(RuntimeError, match="algorithm 'grid'"):
         cell(*arguments(cell), weight_hn=torch.zeros(4, 4), algorithm="grid")
 
@@ -174,6 +216,7 @@ def test_the_weights_of_a_call_are_checked():
             lambda x, p, w, units: units.linear(torch.ones_like(x[0]), w.a),
             "calls units.linear on the n",
         ),
+        "unused": (lambda x, p, w, units: x[0] + 0 * x[1], r"nothing depends on units.linear\(v, w.a\)"),
         "name": (lambda x, p, w, units: units.linear(x[0], w.b), r"w\.b does not exist: w has w\.a"),
         "matmul": (lambda x, p, w, units: torch.matmul(x[0], x[1]), r"units\.linear\(v, w\.name\)"),
     }.values(),

@@ -219,14 +219,23 @@ def test_second_derivatives_equal_finite_differences(cell):
             lambda x, units: units.layer_norm(x, (1.0, 2.0, 3.0))[0],
             "expected weight to have 2 values, as the norm does, got 3",
         ),
-        "none": (lambda x, units: x[0] + units.mean([]), "expected a value or several, got none"),
+        "none": (lambda x, units: x[0] + units.mean([]), "expected a value or several of units, got none"),
+        "int": (lambda x, units: x[0] + units.sum(3), "expected a value or several of units, got 3"),
+        "name": (
+            lambda x, units: units.std(x[0]),
+            "units.std does not exist: there are units.linear, units.sum",
+        ),
+        "several": (lambda x, units: units.cumsum(x), "expected one value for units.cumsum"),
+        "no_grad": (torch.no_grad()(lambda x, units: units.sum(x[0])), "calls units.sum under torch.no_grad"),
         "mean": (lambda x, units: x[0].mean(), "write units.mean"),
         "softmax": (lambda x, units: torch.softmax(x[0], -1), "write units.mean"),
     }.values(),
     ids=lambda x: "",
 )
 def test_what_units_do_not_take_is_refused_with_the_line(function, message):
-    with pytest.raises((RuntimeError, TypeError, ValueError), match=rf"(?s){message}.*test_units.py:\d+: "):
+    with pytest.raises(
+        (RuntimeError, TypeError, ValueError, AttributeError), match=rf"(?s){message}.*test_units.py:\d+: "
+    ):
         lltm_ext.recurrence(gates=2)(function)
 
 
@@ -261,7 +270,7 @@ def test_a_parameter_of_several_values_has_its_size_checked():
     weights = (layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_l0)
     shift = torch.zeros(12)
     with pytest.raises(
-        RuntimeError, match=r"^dreamer_gru: expected scale of shape \[3\*hidden_size\], got \[4\]"
+        RuntimeError, match=r"^dreamer_gru: expected scale of shape \[3\*hidden_size\] = \[12\], got \[4\]"
     ):
         cells.dreamer_gru(x, h, *weights, scale=torch.ones(4), shift=shift)
     with pytest.raises(TypeError, match=r"^dreamer_gru: expected scale to be a Tensor"):

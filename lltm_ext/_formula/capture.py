@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lltm_ext._formula.declaration import Declaration, arguments_of, call, written_function
+from lltm_ext._formula.declaration import Declaration, Weight, arguments_of, call, written_function
 from lltm_ext._formula.graph import (
     CONSTANT,
     Graph,
     Node,
     Operand,
+    ancestors,
     equal,
     exp,
     floor,
@@ -89,8 +90,10 @@ class Tracer(TorchDispatchMode):
         """The node of an op over all units of a row, of a value, or of a weight's block and a value."""
         *weight, value = map(self.node, tensors)
         value = self.graph.number(value)
+        name = "linear" if weight else op.removeprefix("units_")
+        if not torch.is_grad_enabled():
+            raise RuntimeError(f"calls units.{name} {UNDER_NO_GRAD}")
         if value.op == CONSTANT:
-            name = "linear" if weight else op.removeprefix("units_")
             raise RuntimeError(
                 f"calls units.{name} on the number {value!r}, which all units share; it takes a value that "
                 "is computed from the arguments"
@@ -181,7 +184,7 @@ def refused(func: Any, name: str, kwargs: Mapping[str, Any]) -> str:
                 "lltm_ext.spike(v) or lltm_ext.round(v), or step + slope.detach() * (v - v.detach()) "
                 "for the values of step and the gradient slope"
             )
-        return f"{called} under torch.no_grad(), which the backward would not see; use .detach()"
+        return f"{called} {UNDER_NO_GRAD}"
     if name in ATEN and not func._schema.is_mutable:
         return ""
     if func._schema.is_mutable:
@@ -205,6 +208,7 @@ def reason_of(name: str) -> str:
     return next((reason for pattern, reason in REASONS if re.fullmatch(pattern, name)), "")
 
 
+UNDER_NO_GRAD = "under torch.no_grad(), which the backward would not see; use .detach()"
 ONE_UNIT = "the function computes one hidden unit of one row"
 REASONS = (
     (
@@ -439,6 +443,7 @@ def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
         if mode.refusal:
             raise mode.refusal
         outputs = [mode.node(x) for x in (h, *states)]
+        check_weights_are_used(declared.weights_of(leaves["w"]), outputs)
     except KINDS as error:
         kind = next(kind for kind in KINDS if isinstance(error, kind))
         raise kind(f"{declared.name}: {explained(error)}{line_of(error, function)}") from error
@@ -448,6 +453,15 @@ def capture(function: Callable[..., Any], declared: Declaration) -> Captured:
                 f"{declared.name}: expected the new {name} to be a number, got the condition {node!r}"
             )
     return Captured(graph, leaves, outputs)
+
+
+def check_weights_are_used(weights: Mapping[str, Weight], outputs: Sequence[Node]) -> None:
+    live = ancestors(outputs)
+    for name, weight in weights.items():
+        if not any(block in live for block in weight.blocks):
+            raise ValueError(
+                f"expected the function to use its weights, but nothing depends on units.linear(v, w.{name})"
+            )
 
 
 KINDS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import keyword
@@ -16,7 +17,8 @@ ARGUMENTS = ("x", "r", "h", "s", "p", "u", "w", "units")  # what a cell's functi
 OPTIONS = {"s": "states", "p": "parameters", "u": "inputs", "w": "weights"}
 
 
-class Weight(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Weight:
     """A weight of a cell besides weight_ih and weight_hh: [rows*H, columns*H], in blocks of [H, H].
 
     A function gets it with a tensor for each block, which represents a node.
@@ -63,7 +65,9 @@ class Declaration(NamedTuple):
         """The weights with their blocks."""
         rest, found = iter(blocks), {}
         for w in self.weights:
-            found[w.name] = w._replace(blocks=tuple(next(rest) for _ in range(w.rows * w.columns)))
+            found[w.name] = dataclasses.replace(
+                w, blocks=tuple(next(rest) for _ in range(w.rows * w.columns))
+            )
         return found
 
 

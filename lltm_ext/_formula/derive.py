@@ -200,15 +200,13 @@ def products_of(
         gradients: by the nodes of which they are, without what serves gradients only.
     """
     captured = [node for node in ancestors(outputs) if node.op == "product"]
-    zero = outputs[0].graph.constant(0.0)
-    found: dict[Node, Node] = {}
-    for old, node in zip(captured, without_straight_through(captured), strict=True):
-        found[node] = found.get(node, zero) + gradients.get(old, zero)
-    forward, backward = levels(found, "product"), levels(found.values(), "product_back")
-    products = (
+    nodes, zero = without_straight_through(captured), outputs[0].graph.constant(0.0)
+    found = [gradients.get(node, zero) for node in captured]  # two of equal values may differ in them
+    forward, backward = levels(nodes, "product"), levels(found, "product_back")
+    products = [
         Product(node, weights.index(node.args[0]), gradient, forward[node] - 1, backward[gradient])
-        for node, gradient in found.items()
-    )
+        for node, gradient in zip(nodes, found, strict=True)
+    ]
     return tuple(sorted(products, key=lambda x: (x.stage, x.value.index, x.block)))
 
 
@@ -358,7 +356,7 @@ class Derived:
         constants, arguments = self._step.constants(x), [k for k, nodes in self.leaves.items() if nodes]
 
         def step(values: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
-            if self.over_units and values["u"]:  # one number of a row counts as often as it has units
+            if values["u"] and (self.over_units or self.products):  # a row's one number is that of all units
                 values = {**values, "u": [u.expand_as(values["h"][0]) for u in values["u"]]}
             return self._step.run([x for argument in arguments for x in values[argument]], constants)
 

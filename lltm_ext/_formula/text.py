@@ -146,6 +146,10 @@ def check(declared: Declaration, text: CudaSource) -> None:
     texts = {"forward": text.forward} | ({} if text.backward is None else {"backward": text.backward})
     for what, body in texts.items():
         check_text(name, what, body)
+    if declared.weights:
+        raise ValueError(
+            f"{name}: expected no weights for a cell given as text, got {declared.weights[0].name}"
+        )
     if several := [x for x in parameters if "[" in x]:
         raise ValueError(f"{name}: expected one number for the parameter {several[0][:-3]}, got several")
     results = [f"new_{s}" for s in ("h", *states)]

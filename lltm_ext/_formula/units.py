@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lltm_ext._formula.declaration import Weight
+from lltm_ext._formula.declaration import Values, Weight, described
 
 
 class Units:
@@ -49,6 +49,10 @@ class Units:
         ]
         return results[0] if len(results) == 1 else tuple(results)
 
+    def __getattr__(self, name: str) -> Any:
+        known = ", ".join(f"units.{x}" for x in vars(Units) if not x.startswith("_"))
+        raise AttributeError(f"units.{name} does not exist: there are {known}")
+
     def sum(self, values: Any) -> Tensor:
         """The sum of all units' values."""
         return self._over_units("units_sum", added(listed(values)))
@@ -76,6 +80,8 @@ class Units:
 
     def cumsum(self, value: Tensor) -> Tensor:
         """The sum of the values of a unit and of those before it."""
+        if not isinstance(value, Tensor):
+            raise ValueError("expected one value for units.cumsum, which counts units, got several or none")
         return self._over_units("units_cumsum", value)
 
     def softmax(self, values: Any) -> Any:
@@ -113,9 +119,11 @@ class Units:
 
 
 def listed(values: Any) -> list[Tensor]:
-    found = [values] if isinstance(values, Tensor) else list(values)
-    if not found:
-        raise TypeError("expected a value or several, got none")
+    is_sequence = isinstance(values, (Values, list, tuple))
+    found = list(values) if is_sequence else [values]
+    wrong = next((x for x in found if not isinstance(x, Tensor)), None)
+    if wrong is not None or not found or values is None:
+        raise TypeError(f"expected a value or several of units, got {described(wrong) if found else 'none'}")
     return found
 
 

@@ -94,7 +94,7 @@ struct Forward {
     }
     const at::Tensor given = given_projections(shape, input, bias);
     if (bias.defined()) return given;
-    if (!save || shape.saved_in_gates() == 0) return aligned(given);
+    if (!save || kept_gates(shape, d) == 0) return aligned(given);
     const at::Tensor copy = empty_contiguous(given);
     set_values(copy, given);
     return copy;

@@ -15,7 +15,7 @@
 namespace lltm_ext {
 namespace {
 
-constexpr int kMaxValues = 64;  // gates, states, ... of a unit
+constexpr int kMaxValues = 1024;  // gates, states, ... of a unit
 
 int number(const std::string& cell, const std::string& text, int least) {
   int value = least - 1;
