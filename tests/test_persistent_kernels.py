@@ -26,8 +26,11 @@ FLAGS = ("-std=c++17", "-Og", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
 AS_MINGRU = {"minlstm", "qrnn", "rg_lru", "sru"}
 # layer_norm_lstm: a norm of products with an h of zeros, as at first, multiplies rounding errors by 300.
 AS_OTHERS = {"cifg", "janet", "layer_norm_lstm", "lltm", "lstm", "peephole_lstm", "rnn_relu", "ugrnn"}
+AS_MANY_LEVELS = {"dreamer_gru"}
 FROM_PYTHON = {
-    name: cell for name, cell in EXAMPLES.items() if name not in {*SURROGATES, *AS_MINGRU, *AS_OTHERS}
+    name: cell
+    for name, cell in EXAMPLES.items()
+    if name not in {*SURROGATES, *AS_MINGRU, *AS_OTHERS, *AS_MANY_LEVELS}
 }
 FROM_PYTHON |= MIXING | {"growing": growing, "many_levels": many_levels}
 # The package's own cells are written by hand.
