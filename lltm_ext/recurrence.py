@@ -299,6 +299,7 @@ class RecurrentCell:
         for p in names:
             check_initial(name, p, initial[p])
         self.parameters: dict[str, float | Sequence[float] | None] = {p: initial[p] for p in names}
+        self.has_lists = any(isinstance(x, Sequence) for x in self.parameters.values())
         self.inputs = check_names(name, "inputs", inputs, (*taken, *self.parameters))
         own = check_weights(name, weights, recurrent, (*taken, *self.parameters, *self.inputs))
         self.weights = {w.name: (w.rows, w.columns) for w in own}
@@ -479,7 +480,8 @@ class RecurrentCell:
             unknown = next(name for name in named if name not in known)
             expected = f"only the names {', '.join(known)}" if known else "no parameter or input of a step"
             raise TypeError(f"{self.__name__}: expected {expected}, got {unknown}")
-        return self.values_of_units(named, last_size(h0)), [named[u] for u in self.inputs]
+        hidden = last_size(h0) if self.has_lists else 0
+        return self.values_of_units(named, hidden), [named[u] for u in self.inputs]
 
     def values_of_units(self, named: Mapping[str, Any], hidden: int) -> list[Any]:
         """The parameters in their order, those of several values [n*H] as n tensors [H]."""
@@ -887,7 +889,7 @@ def is_floating(x: Any) -> bool:
 
 
 def last_size(x: Any) -> int:
-    return x.shape[-1] if isinstance(x, Tensor) and x.dim() > 0 else 0
+    return x.shape[-1] if isinstance(x, Tensor) and not x.is_nested and x.dim() > 0 else 0
 
 
 def check_initial(cell: str, name: str, value: Any) -> None:

@@ -264,6 +264,18 @@ def test_a_parameter_of_several_values_is_one_tensor_of_a_layer():
     assert_near(layer(x)[0], torch.stack(expected), 1e-6)
 
 
+def test_a_list_of_one_number_is_a_tuple_of_one():
+    @lltm_ext.recurrence(gates=1, parameters={"scale": [2.0]})
+    def one(x, p):
+        (scale,) = p.scale
+        return torch.tanh(x[0] * scale)
+
+    layer = lltm_ext.Recurrent(one, 3, 4)
+    x, h = torch.randn(2, 1, 3), torch.zeros(1, 4)
+    output, _ = one(x, h, layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_l0, scale=layer.scale_l0)
+    assert layer.scale_l0.shape == (4,) and torch.equal(output, layer(x)[0])
+
+
 def test_a_parameter_of_several_values_has_its_size_checked():
     layer = lltm_ext.Recurrent(cells.dreamer_gru, 3, 4)
     x, h = torch.zeros(2, 1, 3), torch.zeros(1, 4)
