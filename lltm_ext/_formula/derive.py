@@ -225,6 +225,7 @@ class Derived:
         declaration: the declaration that was given.
         leaves: the nodes of x, r, h, s, p, u and w.
         products: the products of a step besides that with h.
+        over_units: whether something else of the cell is computed over all units of a row.
         outputs: the nodes of the new h and the new states.
         cotangents: the nodes of their gradients.
         gradients: the nodes of the gradients of x, r, h, s and p; a constant 0 where there is none.
@@ -252,6 +253,7 @@ class Derived:
         self.products = products_of(self._captured, found, self.leaves["w"])
         self._results = [node for nodes in self.gradients.values() for node in nodes]
         self._results += [x for product in self.products for x in (product.value, product.gradient)]
+        self.over_units = any(node.op in OVER_UNITS for node in ancestors([*self.outputs, *self._results]))
         self._nodes = CellNodes(
             declaration,
             self.leaves,
@@ -321,11 +323,6 @@ class Derived:
     def reads_h(self) -> bool:
         """Whether the cell uses the previous h, besides in its product."""
         return self.leaves["h"][0] in ancestors([*self.outputs, *self._results])
-
-    @property
-    def over_units(self) -> bool:
-        """Whether something of the cell, besides products, is computed over all units of a row."""
-        return any(node.op in OVER_UNITS for node in ancestors([*self.outputs, *self._results]))
 
     @property
     def zeros_stay(self) -> bool:

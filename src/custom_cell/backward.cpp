@@ -228,7 +228,7 @@ struct DirectionChunk {
   at::Tensor grad_gates;        // [rows of the chunk, G * H]
   at::Tensor grad_projections;  // likewise; is grad_gates if the cell sees only sums
   // Of the products with the cell's own weights: [rows of the chunk, products * H], and what they took,
-  // [rows of the chunk, fed * H].
+  // [rows of the chunk, fed * H]; or undefined.
   at::Tensor grad_products, fed;
 };
 
@@ -260,8 +260,11 @@ struct Backward {
         const at::Tensor projections = is_of_input
                                            ? flatten_rows(direction.grad_input).narrow(0, chunk.begin, count)
                                            : planes(shape.gates);
-        parts.push_back({direction, chunk, shape.separate ? planes(shape.gates) : projections, projections,
-                         planes(shape.products), planes(shape.fed)});
+        parts.push_back({direction, chunk, shape.separate ? planes(shape.gates) : projections, projections});
+        if (shape.products > 0) {
+          parts.back().grad_products = planes(shape.products);
+          parts.back().fed = planes(shape.fed);
+        }
       }
       run_steps(parts);
       for (const DirectionChunk& part : parts) add_products(part, input_rows);
@@ -303,14 +306,13 @@ struct Backward {
     const Matmul matmul(h);
     const OwnProducts own(shape, op.products(), hidden);
     const int stages = op.stages(/*backward=*/true);
-    const at::Tensor own_products = at::empty({batch, shape.products * hidden}, grad_states.options());
+    at::Tensor own_products;
+    if (own.any()) own_products = at::empty({batch, shape.products * hidden}, grad_states.options());
     for (size_t k = chunk.last; k-- > chunk.first;) {
       const auto [first_row, n] = direction.steps[k];
       const RowRange previous = k > 0 ? direction.steps[k - 1] : RowRange{0, 0};
       const at::Tensor step_grad_gates = grad_gates.narrow(0, first_row - chunk.begin, n),
-                       step_grad_projections = grad_projections.narrow(0, first_row - chunk.begin, n),
-                       step_grad_products = grad_products.narrow(0, first_row - chunk.begin, n),
-                       step_fed = fed.narrow(0, first_row - chunk.begin, n);
+                       step_grad_projections = grad_projections.narrow(0, first_row - chunk.begin, n);
       const auto run_stage = [&, &direction = direction, first_row = first_row, n = n](int stage, auto type,
                                                                                        auto... stream) {
         using T = typename decltype(type)::type;
@@ -347,8 +349,9 @@ struct Backward {
             .old_rows = previous.count,
             .h0 = pointer<T>(direction.h0),
             .products = pointer<acc_t<T>>(own_products),
-            .grad_products = mutable_pointer<T>(step_grad_products),
-            .fed = mutable_pointer<T>(step_fed),
+            .grad_products =
+                mutable_pointer<T>(grad_products) + (first_row - chunk.begin) * shape.products * hidden,
+            .fed = mutable_pointer<T>(fed) + (first_row - chunk.begin) * shape.fed * hidden,
         };
         return op.step(step, stage, stream...);
       };
@@ -356,8 +359,8 @@ struct Backward {
         launch("recurrence_pointwise_backward", h,
                [&](auto type, auto... stream) { return run_stage(stage, type, stream...); });
         if (stage == stages) break;
-        own.multiply_back(matmul, stage, step_grad_products, direction.inputs.weight_hh,
-                          first_rows(own_products, n));
+        own.multiply_back(matmul, stage, grad_products.narrow(0, first_row - chunk.begin, n),
+                          direction.inputs.weight_hh, first_rows(own_products, n));
       }
       if (shape.recurrent) {
         matmul(first_rows(grad_h, n), step_grad_gates, own.of_gates(direction.inputs.weight_hh));

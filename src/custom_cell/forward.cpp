@@ -121,8 +121,11 @@ struct Forward {
     const Matmul matmul(h);
     const OwnProducts own(shape, op.products(), hidden);
     const int stages = op.stages(/*backward=*/false);
-    const at::Tensor fed = at::empty({batch, shape.fed * hidden}, h.options()),
-                     own_products = at::empty({batch, shape.products * hidden}, states.options());
+    at::Tensor fed, own_products;  // of the cell's own weights
+    if (own.any()) {
+      fed = at::empty({batch, shape.fed * hidden}, h.options());
+      own_products = at::empty({batch, shape.products * hidden}, states.options());
+    }
     at::Tensor weight_hh_t, products;
     if (shape.recurrent) {
       // In IEEE float32 cuBLAS multiplies few rows by a transposed view up to six times slower than by a
