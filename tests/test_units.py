@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cell_examples import Example, many_levels
-from op_suite import DOUBLE, assert_near, needs_cuda
+from op_suite import DOUBLE, Call, assert_near, needs_cuda
+from sequence_suite import assert_values_and_gradients
 
 import lltm_ext
 from lltm_ext import cells
@@ -114,20 +115,14 @@ def test_a_ready_cell_has_the_values_and_gradients_of_a_loop_over_torchs_norms(c
     states = [torch.randn(batch, hidden, dtype=DOUBLE) for _ in cell.state_names]
     shapes = ((rows, size), (rows, hidden), (rows,), *((n * hidden,) for n in cell.widths().values()))
     weights = [torch.randn(shape, dtype=DOUBLE) for shape in shapes]
-    tensors = [
-        x.requires_grad_() for x in (torch.randn(length, batch, size, dtype=DOUBLE), *states, *weights)
-    ]
-    input, *others = tensors
-    states, (w, u, bias, *own) = others[: len(states)], others[len(states) :]
-    named = dict(zip(cell.parameters, own, strict=True))
-    output, final = cell(input, tuple(states) if cell.states else states[0], w, u, bias, **named)
-    found = [output, *(final if cell.states else [final])]
-    expected = loop(*tensors)
-    for y, e in zip(found, expected, strict=True):
-        assert_near(y, e, 1e-12)
-    sums = [sum((y * torch.sin(y)).sum() for y in results) for results in (found, expected)]
-    for a, e in zip(*(torch.autograd.grad(x, tensors) for x in sums), strict=True):
-        assert_near(a, e, 1e-11)
+
+    def ours(input, *tensors):
+        states, (w, u, bias, *own) = tensors[: len(cell.state_names)], tensors[len(cell.state_names) :]
+        named = dict(zip(cell.parameters, own, strict=True))
+        return cell(input, states if cell.states else states[0], w, u, bias, **named)
+
+    call = Call(torch.randn(length, batch, size, dtype=DOUBLE), *states, *weights)
+    assert_values_and_gradients(ours, loop, call)
 
 
 EXAMPLES = (cells.layer_norm_lstm, cells.dreamer_gru, many_levels)
