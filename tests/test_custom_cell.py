@@ -556,8 +556,8 @@ def test_other_architectures(architecture, backward):
 @passes
 def test_kernels_of_independent_units_compile(name, architecture, backward):
     for dtype, units, threads, dense in (
-        (torch.float32, 1, 96, False),
-        (torch.bfloat16, 2, 96, True),
+        (torch.float32, 1, 32, False),
+        (torch.bfloat16, 2, 32, True),
         (torch.float16, 2, 32, False),
         (DOUBLE, 1, 32, True),
     ):

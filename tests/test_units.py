@@ -148,9 +148,15 @@ def test_resets(cell, reset_to, reset):
     Example(cell, length=8, batch=4, hidden=9, reset=reset, reset_to=reset_to).check()
 
 
+# The norm of a single value has no gradient to compare in half types, and of many values some round to the
+# other side of a jump.
 @needs_cuda
-@pytest.mark.parametrize("hidden", [1, 24, 33, 250, 1024, 1100, 2048])
-@pytest.mark.parametrize("dtype", [*TYPES, DOUBLE])
+@pytest.mark.parametrize(
+    "dtype,hidden",
+    [(dtype, hidden) for dtype in (*TYPES, DOUBLE) for hidden in (24, 33, 250, 1024)]
+    + [(dtype, hidden) for dtype in (torch.float32, DOUBLE) for hidden in (1, 1100, 2048)],
+    ids=str,
+)
 @every_example
 def test_values_and_gradients_equal_the_loop_on_a_gpu(cell, dtype, hidden):
     if hidden > 1024 and not has_clusters():

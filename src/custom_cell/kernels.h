@@ -173,21 +173,19 @@ class CellOp {
     const bool in_tiles = tiles.threads > 0;
     const int units = independent_units(batch, hidden, kValueBytes, in_tiles);
     const int64_t threads = batch * (hidden / units);
-    DeviceInfo device;
-    if (const cudaError_t error = device_info(device); error != cudaSuccess) return error;
-    const int warps = independent_warps(threads, device.multiprocessors);
     which.independent_units = units;
     which.dense = !sequence.steps.first_rows && !sequence.reset;
-    which.block_threads = in_tiles ? tiles.threads : warps * kIndependentThreads;
+    which.block_threads = in_tiles ? tiles.threads : kIndependentThreads;
     const cudaKernel_t kernel = load_cell_kernel(program_, which);
     if (in_tiles) {
       tiles.input_bytes = tile_input_bytes(shape(), units, kValueBytes, which.backward, which.dense, tiles);
       return run_unit_tiles(kernel, sequence, tiles, shape(), units, stream);
     }
+    DeviceInfo device;
+    if (const cudaError_t error = device_info(device); error != cudaSuccess) return error;
     return run_independent_units(
-        kernel, sequence, threads, warps,
-        independent_step_bytes(shape(), units, kValueBytes, which.backward, which.dense),
-        independent_result_bytes(shape(), units, kValueBytes, which.backward), device, stream);
+        kernel, sequence, threads,
+        independent_step_bytes(shape(), units, kValueBytes, which.backward, which.dense), device, stream);
   }
 
   template <class Arguments>

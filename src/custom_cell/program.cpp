@@ -69,7 +69,7 @@ KernelText text_of(const CellKernel& kernel, const CellShape& shape, bool ends_i
                                          kernel.dense ? ", true, " : ", false, ", threads, ">");
     const std::string parameters = c10::str("const __grid_constant__ Sequence", direction,
                                             "Arguments<T> sequence, const __grid_constant__ UnitTiles tiles");
-    if (threads == kIndependentThreads || threads == kIndependentWarps * kIndependentThreads) {
+    if (threads == kIndependentThreads) {
       return {kernel.backward ? "without_product/backward.cuh" : "without_product/forward.cuh", parameters,
               c10::str(threads),
               c10::str("Independent", direction, of_cell, "(sequence, independent_thread()).run(tiles)")};

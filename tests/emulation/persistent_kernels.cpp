@@ -696,8 +696,8 @@ class Kernels {
       launch_tiles<Units<Cell, T, 2, kDense, kIndependentThreads>, Map<Cell, T, 2, kDense, kTileThreads>>(
           arguments);
     } else {
-      launch_tiles<Units<Cell, T, 1, kDense, kIndependentWarps * kIndependentThreads>,
-                   Map<Cell, T, 1, kDense, kTileThreads>>(arguments);
+      launch_tiles<Units<Cell, T, 1, kDense, kIndependentThreads>, Map<Cell, T, 1, kDense, kTileThreads>>(
+          arguments);
     }
   }
   template <class Units, class Map, class Arguments>
@@ -719,12 +719,9 @@ class Kernels {
     }
     const int blocks =
         static_cast<int>(ceil_div(c_.batch * c_.hidden / units_each(), int64_t{kIndependentThreads}));
-    const int64_t result_bytes = independent_result_bytes(kShape, units_each(), sizeof(T), kBackward);
-    const size_t ring =
-        kIndependentThreads * tiles.stage_steps * (kRingStages * step_bytes + 2 * result_bytes);
-    cuda_on_cpu::run(
-        {blocks, Units::kIsAlone ? kIndependentThreads : kIndependentWarps * kIndependentThreads, 1, ring},
-        [&] { Units(arguments, independent_thread()).run(tiles); });
+    const size_t ring = kIndependentThreads * tiles.stage_steps * kRingStages * step_bytes;
+    cuda_on_cpu::run({blocks, kIndependentThreads, 1, ring},
+                     [&] { Units(arguments, independent_thread()).run(tiles); });
   }
 
   SingleStepTile single_step_tile() const {

@@ -41,13 +41,9 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kBl
 
   __device__ void run(const UnitTiles& tiles) {
     Base::stage_steps_ = tiles.stage_steps;
-    const bool has_steps =
-        Base::exists() && Base::count() > 0;  // else the row's gradients stay what they are
-    if (has_steps) load_carried();
-    Base::template for_steps<Inputs, Results>(
-        args_.end - args_.begin, Source(*this, 0), Sink(*this, 0),
-        [&](int, const Inputs& inputs, Results& results) { step(inputs, results); });
-    if (!has_steps || threadIdx.x >= kIndependentThreads) return;
+    if (!Base::exists() || Base::count() <= 0) return;  // the row's gradients stay what they are
+    load_carried();
+    Base::for_steps(*this);
     store_carried();
     if (args_.grad_sums) add_sums(row_);
   }
@@ -164,7 +160,7 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kBl
     if (!args_.grad_sums) return;
     auto* const all = reinterpret_cast<A*>(dynamic_shared_floats());
     const auto place = [&](int thread, int u, int sum) -> A& {
-      return all[(u * kSums + sum) * Base::kPlaces + thread];
+      return all[(u * kSums + sum) * Base::kThreads + thread];
     };
     __syncthreads();
     for_sums([&](int u, int sum) { place(threadIdx.x, u, sum) = sums_[u][sum]; });

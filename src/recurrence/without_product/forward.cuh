@@ -26,11 +26,10 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kBlo
 
   __device__ void run(const UnitTiles& tiles) {
     Base::stage_steps_ = tiles.stage_steps;
-    if (Base::exists()) load_carried();
-    Base::template for_steps<Inputs, Results>(
-        args_.steps.length, Source(*this, 0), Sink(*this, 0),
-        [&](int, const Inputs& inputs, Results& results) { step(inputs, results); });
-    if (Base::exists() && threadIdx.x < kIndependentThreads) store_carried();
+    if (!Base::exists()) return;
+    load_carried();
+    Base::for_steps(*this);
+    store_carried();
   }
 
   __device__ void load_carried() { load_initial(h_, states_); }

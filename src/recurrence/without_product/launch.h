@@ -28,11 +28,10 @@ cudaError_t launch_units(const void* kernel, const Arguments& sequence, const Un
   return cudaLaunchKernelExC(&config, kernel, const_cast<void**>(arguments));
 }
 
-// Runs all steps in each of so many threads. A block has one warp, or a warp for each role.
+// Runs all steps in each of so many threads.
 template <class Arguments>
-cudaError_t run_independent_units(const void* kernel, const Arguments& sequence, int64_t threads, int warps,
-                                  int64_t step_bytes, int64_t result_bytes, const DeviceInfo& device,
-                                  cudaStream_t stream) {
+cudaError_t run_independent_units(const void* kernel, const Arguments& sequence, int64_t threads,
+                                  int64_t step_bytes, const DeviceInfo& device, cudaStream_t stream) {
   if (threads == 0) return cudaSuccess;
   // The blocks of a multiprocessor share its memory, so that no block waits for another one's end, or all
   // waves of blocks are equal. Rings of 48 KB keep enough bytes in flight. A block needs 1 KB besides.
@@ -41,14 +40,12 @@ cudaError_t run_independent_units(const void* kernel, const Arguments& sequence,
                 blocks_each = ceil_div(blocks, int64_t{device.multiprocessors}),
                 resident = ceil_div(blocks_each, ceil_div(blocks_each, kMostResident)),
                 share = (device.shared_bytes + 1024) / resident - 1024;
-  const int64_t stage_bytes =
-                    kIndependentThreads * (kRingStages * step_bytes + (warps > 1 ? 2 * result_bytes : 0)),
-                group = step_group(step_bytes);
+  const int64_t stage_bytes = kIndependentThreads * kRingStages * step_bytes, group = step_group(step_bytes);
   UnitTiles tiles = {};
   tiles.stage_steps = static_cast<int>(clamped<int64_t>(std::min(kMostBytes, share) / stage_bytes, 1, 32));
   if (tiles.stage_steps > group) tiles.stage_steps -= tiles.stage_steps % group;
-  return launch_units(kernel, sequence, tiles, blocks, warps * kIndependentThreads,
-                      tiles.stage_steps * stage_bytes, stream);
+  return launch_units(kernel, sequence, tiles, blocks, kIndependentThreads, tiles.stage_steps * stage_bytes,
+                      stream);
 }
 
 // Runs tiles, whose `links` are memory of link_bytes.

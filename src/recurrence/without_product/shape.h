@@ -6,13 +6,8 @@
 
 namespace lltm_ext {
 
-// A block has the units of so many threads, a warp, so that a few thousand of them still spread over all
-// multiprocessors. Where these are few, two other warps read and write for them.
-constexpr int kIndependentThreads = 32, kIndependentWarps = 3;
-constexpr int independent_warps(int64_t threads, int multiprocessors) {
-  constexpr int64_t kFewBlocks = 4;  // of a multiprocessor
-  return threads <= kFewBlocks * multiprocessors * kIndependentThreads ? kIndependentWarps : 1;
-}
+// A block has one warp, so that a few thousand threads still spread over all multiprocessors.
+constexpr int kIndependentThreads = 32;
 
 // Adjacent units of a thread: two where every row of H is aligned to a pair. But few units spread over twice
 // as many warps one by one, unless they are of 2 bytes, for which cp.async has no copy.
@@ -68,11 +63,6 @@ constexpr int64_t independent_step_bytes(const CellShape& cell, int units, int v
                         (dense ? 0 : sum_bytes),
                 aligned_to = units * sum_bytes;
   return (bytes + aligned_to - 1) / aligned_to * aligned_to;
-}
-// What it writes.
-constexpr int64_t independent_result_bytes(const CellShape& cell, int units, int value_bytes, bool backward) {
-  const int64_t values = backward ? at_least_one(cell.gates) : 1 + cell.has_output_apart() + cell.saved;
-  return values * units * value_bytes;
 }
 constexpr int kRingStages = 4;
 // The steps that are read together, given what one reads.

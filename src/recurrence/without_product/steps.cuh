@@ -4,9 +4,8 @@
 //
 // A step computes little, so memory sets the speed, and few rows make few threads: 16 rows of 512 units are
 // 4096 pairs, about a warp for each multiprocessor of an H200. No other warp hides the latency of memory
-// then. So what later steps read is copied ahead to shared memory. Where units are few, a block has three
-// warps for those of one: one copies, one runs steps, and one writes what they leave. Where even these are
-// too few, other threads run later steps at the same time (tiles.cuh).
+// then. So each thread copies what later steps read ahead to shared memory. Where even these threads are too
+// few, others run later steps at the same time (tiles.cuh).
 #pragma once
 
 #include "common/fast_math.cuh"
@@ -18,29 +17,22 @@
 namespace lltm_ext {
 
 __device__ inline int64_t independent_thread() {
-  return int64_t{blockIdx.x} * kIndependentThreads + threadIdx.x % kIndependentThreads;
+  return int64_t{blockIdx.x} * kIndependentThreads + threadIdx.x;
 }
 
 // Values of kind kKind that a step reads or writes. None take no memory.
 template <class V, int kCount, int kKind>
 struct Several {
   V of[kCount];
-  template <class F>
-  __device__ __forceinline__ void for_each(F&& f) {
-#pragma unroll
-    for (V& value : of) f(value);
-  }
 };
 template <class V, int kKind>
 struct Several<V, 0, kKind> {
   static constexpr V* of = nullptr;
-  template <class F>
-  __device__ __forceinline__ void for_each(F&&) {}
 };
 
 // kDense_: every step has all rows of the batch, and none is reset.
-// kBlockThreads: 32, a warp that does all; 96, a warp for each role; or else those of a tile.
-template <class Cell_, typename T_, int kUnits_, bool kDense_, int kBlockThreads>
+// kThreads_: those of a block, a warp or those of a tile.
+template <class Cell_, typename T_, int kUnits_, bool kDense_, int kThreads_>
 class IndependentUnits {
  public:
   using Cell = Cell_;
@@ -52,9 +44,7 @@ class IndependentUnits {
   static constexpr int kStates = Cell::kStates, kParameters = Cell::kParameters,
                        kStepInputs = Cell::kStepInputs, kUnits = kUnits_;
   static constexpr bool kDense = kDense_;
-  static constexpr bool kIsAlone = kBlockThreads == kIndependentThreads,
-                        kHasRoles = kBlockThreads == kIndependentWarps * kIndependentThreads;
-  static constexpr int kPlaces = kHasRoles ? kIndependentThreads : kBlockThreads;  // in shared memory
+  static constexpr int kThreads = kThreads_;
   static constexpr int kCarried = 1 + kStates;              // values that steps hand on; the first is h
   static constexpr int kFirstLive = Cell::kReadsH ? 0 : 1;  // the first that steps read
   static constexpr int kLive = kCarried - kFirstLive;
@@ -122,74 +112,39 @@ class IndependentUnits {
   }
   __device__ int count() const { return count_; }
 
-  // Runs all steps; the threads of a block call this together. `most`: the steps of a row that lacks none.
-  //
-  // source.next(n) goes to what step n reads; source.read(n, inputs, f) then calls f(value of inputs, where
-  // it is in memory), and f(value, x) for a value that it computes. These are copied to a ring of stages of
-  // some steps. source.replace(first, count, place) may change what has arrived: place(n, inputs) is where
-  // that of step n is. step(n, inputs, results) runs a step. sink.next(n) goes to where step n writes, and
-  // sink.write(results) writes.
-  template <class Inputs, class Results, class Source, class Sink, class Step>
-  __device__ __forceinline__ void for_steps(int most, Source&& source, Sink&& sink, Step&& step) const {
+  template <class Units, class Sink>
+  __device__ __forceinline__ static void run_step(Units& units, Sink& sink, int n,
+                                                  const typename Units::Inputs& inputs) {
+    typename Units::Results results;
+    units.step(inputs, results);
+    sink.next(n);
+    sink.write(results);
+  }
+
+  // Runs all steps of a thread. What they read is a Source: source.next(n) goes to that of step n, and
+  // source.read(n, inputs, f) calls f(value of inputs, where it is in memory), and f(value, x) for a value
+  // that it computes. These are copied to a ring of stages of some steps. Each thread has its own places
+  // there, so none waits for another. source.replace(first, count, place) may change what has arrived of so
+  // many steps: place(n, inputs) is where that of step n is. A Sink writes the results of steps: sink.next(n)
+  // goes to where step n writes, and sink.write(results) writes.
+  template <class Units>
+  __device__ __forceinline__ void for_steps(Units& units) const {
+    using Inputs = typename Units::Inputs;
     constexpr int kAhead = kRingStages - 1;
-    const int stages = (most + stage_steps_ - 1) / stage_steps_;
-    const auto count_of = [&](int stage) { return clamped(count_ - stage * stage_steps_, 0, stage_steps_); };
-    const auto copy = [&](int stage) {
-      copy_steps<Inputs>(source, stage * stage_steps_, count_of(stage), stage % kRingStages);
+    typename Units::Source source(units, 0);
+    typename Units::Sink sink(units, 0);
+    const auto copy_next = [&](int first, int stage) {
+      copy_steps<Inputs>(source, first, min(stage_steps_, count_ - first), stage);
     };
-    if constexpr (kIsAlone) {
-      for (int stage = 0; stage < kAhead; ++stage) copy(stage);
-      for (int stage = 0; stage < stages; ++stage) {
-        copy(stage + kAhead);
-        cp_async_wait_group<kAhead>();
-        run_stage<Inputs, Results>(source, stage, count_of(stage), step, [&](int n, Results& results) {
-          sink.next(n);
-          sink.write(results);
-        });
-      }
-      return;
-    }
-    enum Role { kRuns, kCopies, kWrites };
-    const int role = static_cast<int>(threadIdx.x) / kIndependentThreads;
-    for (int stage = 0; role == kCopies && stage < kAhead; ++stage) copy(stage);
-    for (int stage = 0; stage <= stages; ++stage) {
-      if (role == kCopies) cp_async_wait_group<kAhead - 1>();
-      __syncthreads();  // the stage has arrived, and the results of the one before are complete
-      if (role == kCopies) {
-        copy(stage + kAhead);
-      } else if (role == kRuns) {
-        run_stage<Inputs, Results>(source, stage, count_of(stage), step, [&](int n, Results& results) {
-          const auto place = result_place<Results, Inputs>(stage, n - stage * stage_steps_, results);
-          results.for_each([&](auto& value) { *place.place(value) = value; });
-        });
-      } else if (stage > 0) {
-        write_steps<Results, Inputs>(sink, stage - 1, count_of(stage - 1));
-      }
-    }
-  }
-
-  // Runs the steps of a stage that has arrived, and hands their results to put(n, results).
-  template <class Inputs, class Results, class Source, class Step, class Put>
-  __device__ __forceinline__ void run_stage(const Source& source, int stage, int count, Step&& step,
-                                            Put&& put) const {
-    const int first = stage * stage_steps_;
-    replace_steps<Inputs>(source, first, count, stage % kRingStages);
-    run_steps_of_stage<Inputs>(source, first, count, stage % kRingStages, [&](int n, const Inputs& inputs) {
-      Results results;
-      step(n, inputs, results);
-      put(n, results);
-    });
-  }
-
-  template <class Results, class Inputs, class Sink>
-  __device__ __forceinline__ void write_steps(Sink&& sink, int stage, int count) const {
-#pragma unroll 4
-    for (int i = 0; i < count; ++i) {
-      Results results;
-      const auto place = result_place<Results, Inputs>(stage, i, results);
-      results.for_each([&](auto& value) { value = *place.place(value); });
-      sink.next(stage * stage_steps_ + i);
-      sink.write(results);
+#pragma unroll 1
+    for (int stage = 0; stage < kAhead; ++stage) copy_next(stage * stage_steps_, stage);
+    for (int first = 0, stage = 0; first < count_; first += stage_steps_, stage = (stage + 1) % kRingStages) {
+      copy_next(first + kAhead * stage_steps_, (stage + kAhead) % kRingStages);
+      cp_async_wait_group<kAhead>();
+      const int count = min(stage_steps_, count_ - first);
+      replace_steps<Inputs>(source, first, count, stage);
+      run_steps_of_stage<Inputs>(source, first, count, stage,
+                                 [&](int n, const Inputs& inputs) { run_step(units, sink, n, inputs); });
     }
   }
 
@@ -274,7 +229,7 @@ class IndependentUnits {
     template <class V>
     __device__ V* place(const V& value) const {
       const auto offset = reinterpret_cast<const char*>(&value) - reinterpret_cast<const char*>(&values);
-      return reinterpret_cast<V*>(memory + offset * kPlaces + threadIdx.x % kPlaces * sizeof(V));
+      return reinterpret_cast<V*>(memory + offset * kThreads + threadIdx.x * sizeof(V));
     }
   };
   template <class Inputs>
@@ -302,14 +257,7 @@ class IndependentUnits {
   template <class Inputs>
   __device__ char* input_place(int stage, int step) const {
     return reinterpret_cast<char*>(dynamic_shared_floats()) +
-           (stage * stage_steps_ + step) * kPlaces * sizeof(Inputs);
-  }
-  // Two stages of results, behind the ring.
-  template <class Results, class Inputs>
-  __device__ StepPlace<Results> result_place(int stage, int step, Results& results) const {
-    return {
-        input_place<Inputs>(kRingStages, 0) + (stage % 2 * stage_steps_ + step) * kPlaces * sizeof(Results),
-        results};
+           (stage * stage_steps_ + step) * kThreads * sizeof(Inputs);
   }
 
   // The row of the thread's step n.

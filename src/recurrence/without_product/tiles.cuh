@@ -284,14 +284,13 @@ class TiledUnits : public Map {
       initial = state();
       if (begin == 0) copy_h(h, Map::h_);
     }
-    set({});
+    start_from({}, h);
     typename Map::Maps maps;
     Map::reduce(begin, end, maps);
     Map::segment_ = static_cast<int>(at_.tile * at_.rows + at_.row);
     const auto run_from = [&](const State& before) {
       if (begin < end) {
-        set(before);
-        if (kFirst > 0) copy_h(Map::h_, h);
+        start_from(before, h);
         run_steps(begin, end);
         if (end == count) Map::store_carried();
         return state();
@@ -307,25 +306,24 @@ class TiledUnits : public Map {
   __device__ __forceinline__ void run_steps(int begin, int end) {
     typename Map::Sink sink(*this, begin);
     for_arrived<Units>(*this, begin, end, [&](int n, const typename Map::Inputs& inputs) {
-      typename Map::Results results;
-      Map::step(inputs, results);
-      sink.next(n);
-      sink.write(results);
+      Map::run_step(static_cast<Units&>(*this), sink, n, inputs);
     });
   }
   __device__ __forceinline__ static void copy_h(A (&to)[kUnits], const A (&from)[kUnits]) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) to[u] = from[u];
   }
-  // What is handed on to the next step; h also where no step reads it.
-  __device__ __forceinline__ void set(const State& values) {
+  // Sets what is handed on to the next step, and h where no step reads it: backward, its gradient after the
+  // last step goes on to the states.
+  __device__ __forceinline__ void start_from(const State& values, const A (&h)[kUnits]) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
-      for (int i = 0; i < kCarried; ++i) {
-        Map::carried(u, i) = i < kFirst ? A(0) : static_cast<A>(values.of[u][i < kFirst ? 0 : i - kFirst]);
+      for (int i = kFirst; i < kCarried; ++i) {
+        Map::carried(u, i) = static_cast<A>(values.of[u][i - kFirst]);
       }
     }
+    if (kFirst > 0) copy_h(Map::h_, h);
   }
   __device__ __forceinline__ State state() {
     State values = {};
@@ -355,7 +353,7 @@ template <class Map, class Arguments>
 __device__ __forceinline__ void run_tile_of_units(const Arguments& sequence, const UnitTiles& tiles) {
   using Tiled = TiledUnits<Map>;
   using F = typename Tiled::F;
-  constexpr int kThreads = Map::kPlaces;
+  constexpr int kThreads = Map::kThreads;
   const auto links = TileLinks<F>::in(tiles.links, tiles.groups, tiles.tiles, 1 << tiles.width_bits);
   auto* const taken = reinterpret_cast<unsigned*>(dynamic_shared_floats());
   if (threadIdx.x == 0) *taken = links.started ? atomicAdd(links.started, 1u) + 1 : blockIdx.x;
