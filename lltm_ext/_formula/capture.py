@@ -87,18 +87,19 @@ class Tracer(TorchDispatchMode):
         return self.tensor(make("straight_through", self.node(step), self.node(curve)))
 
     def over_units(self, op: str, *tensors: Tensor) -> Tensor:
-        """The node of an op over all units of a row, of a value, or of a weight's block and a value."""
-        *weight, value = map(self.node, tensors)
-        value = self.graph.number(value)
-        name = "linear" if weight else op.removeprefix("units_")
+        """The node of an op over all units of a row, of values, or of a weight's block and a value."""
+        nodes = list(map(self.node, tensors))
+        weight = [nodes.pop(0)] if op == "product" else []
+        values = list(map(self.graph.number, nodes))
+        name = "linear" if weight else op.removeprefix("units_").removesuffix("_of_all")
         if not torch.is_grad_enabled():
             raise RuntimeError(f"calls units.{name} {UNDER_NO_GRAD}")
-        if value.op == CONSTANT:
+        if all(value.op == CONSTANT for value in values):
             raise RuntimeError(
-                f"calls units.{name} on the number {value!r}, which all units share; it takes a value that "
+                f"calls units.{name} on the number {values[0]!r}, which all units share; it takes a value that "
                 "is computed from the arguments"
             )
-        return self.tensor(make(op, *weight, value))
+        return self.tensor(make(op, *weight, *values))
 
     def node(self, x: Tensor) -> Node:
         if id(x) not in self._nodes:

@@ -33,7 +33,8 @@ from lltm_ext._formula.graph import (
     Node,
     Tape,
     ancestors,
-    without_straight_through,
+    for_kernels,
+    levels,
 )
 from lltm_ext._formula.instructions import backward_instructions, forward_instructions
 
@@ -200,22 +201,14 @@ def products_of(
         gradients: by the nodes of which they are, without what serves gradients only.
     """
     captured = [node for node in ancestors(outputs) if node.op == "product"]
-    nodes, zero = without_straight_through(captured), outputs[0].graph.constant(0.0)
+    nodes, zero = for_kernels(captured), outputs[0].graph.constant(0.0)
     found = [gradients.get(node, zero) for node in captured]  # two of equal values may differ in them
-    forward, backward = levels(nodes, "product"), levels(found, "product_back")
+    forward, backward = levels(nodes, ["product"]), levels(found, ["product_back"])
     products = [
         Product(node, weights.index(node.args[0]), gradient, forward[node] - 1, backward[gradient])
         for node, gradient in zip(nodes, found, strict=True)
     ]
     return tuple(sorted(products, key=lambda x: (x.stage, x.value.index, x.block)))
-
-
-def levels(nodes: Iterable[Node], op: str) -> dict[Node, int]:
-    """The most of such ops on a path to each node and its ancestors, itself included."""
-    found: dict[Node, int] = {}
-    for node in ancestors(nodes):
-        found[node] = max((found[arg] for arg in node.args), default=0) + (node.op == op)
-    return found
 
 
 class Derived:
@@ -244,8 +237,8 @@ class Derived:
         self.cotangents = [self.graph.leaf(f"grad_{name}") for name in ("h", *declaration.states)]
         inputs = [node for argument in (*DIFFERENTIABLE, "w") for node in self.leaves[argument]]
         found = differentiate(self._captured, self.cotangents, inputs)
-        found = dict(zip(found, without_straight_through(list(found.values())), strict=True))
-        self.outputs = without_straight_through(self._captured)
+        found = dict(zip(found, for_kernels(list(found.values())), strict=True))
+        self.outputs = for_kernels(self._captured)
         zero = self.graph.constant(0.0)
         self.gradients = {
             argument: [found.get(node, zero) for node in self.leaves[argument]] for argument in DIFFERENTIABLE

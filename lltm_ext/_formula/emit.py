@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from lltm_ext._formula.declaration import Declaration
-from lltm_ext._formula.graph import CONSTANT, LEAF, OPS, Node, ancestors, make
+from lltm_ext._formula.graph import CONSTANT, LEAF, OPS, OVER_UNITS, Node, ancestors, levels, make
 
 STRUCT = """\
 // {name}, {origin}. x[i]: a gate's pre-activation.
@@ -37,7 +37,7 @@ A (&saved)[{saved_array}]) {{
 """
 
 
-OVER_UNITS = "\n  static constexpr bool kOverUnits = true;"
+HAS_OVER_UNITS = "\n  static constexpr bool kOverUnits = true;"
 
 # Of a cell with products besides that with h.
 STAGES = """
@@ -95,6 +95,10 @@ class Names:
             self._names[node] = name
         return self._names[node]
 
+    def array(self, nodes: Sequence[Node]) -> str:
+        """That of an array for the values of these nodes."""
+        return f"of_{self(nodes[0])}"
+
     def definition(self, node: Node, text: str) -> str:
         kind = ("auto" if self.in_packs else "bool") if node.boolean else "A"
         return f"const {kind} {self(node)} = {text};"
@@ -104,14 +108,42 @@ class Names:
 
 
 def statements(nodes: Sequence[Node], known: Sequence[Node], names: Names) -> list[str]:
-    """The definitions of nodes that are not known yet."""
+    """The definitions of nodes that are not known yet.
+
+    Those over all units that do not wait for each other are found together, because threads exchange values.
+    """
+    level = levels(nodes, OVER_UNITS, known)
+    defined = [node for node in level if node.op not in (LEAF, CONSTANT) and node not in known]
     lines = []
-    for node in ancestors(nodes, known):
-        if node.op not in (LEAF, CONSTANT) and node not in known:
-            arguments = [names(arg) for arg in node.args]
-            is_choice = node.op == "where" and names.in_packs
-            text = names.choice(*arguments) if is_choice else OPS[node.op].text.format(*arguments)
-            lines.append(names.definition(node, text))
+    for n in range(max(level.values(), default=0) + 1):
+        of_level = [node for node in defined if level[node] == n]
+        lines += over_units([node for node in of_level if node.op in OVER_UNITS], names)
+        lines += [names.definition(x, text_of(x, names)) for x in of_level if x.op not in OVER_UNITS]
+    return lines
+
+
+def text_of(node: Node, names: Names) -> str:
+    arguments = [names(arg) for arg in node.args]
+    is_choice = node.op == "where" and names.in_packs
+    return names.choice(*arguments) if is_choice else OPS[node.op].text.format(*arguments)
+
+
+def over_units(nodes: Sequence[Node], names: Names) -> list[str]:
+    """The definitions of ops over all units: of sums and variances together."""
+    sums = [node for node in nodes if node.op in ("units_sum", "units_mean")]
+    variances = [node for node in nodes if node.op == "units_var"]
+    others = [node for node in nodes if node not in sums and node not in variances]
+    lines = [names.definition(node, text_of(node, names)) for node in others]
+    arrays = {names.array(found): found for found in (variances, sums) if found}
+    for array, found in arrays.items():
+        lines.append(f"A {array}[] = {{{', '.join(names(node.args[0]) for node in found)}}};")
+    if arrays:
+        lines.append(f"in.units.{'moments' if variances else 'sums'}({', '.join(arrays)});")
+    for array, found in arrays.items():
+        for i, node in enumerate(found):
+            value = f"{array}[{i}]"
+            is_mean = node.op == "units_mean"
+            lines.append(names.definition(node, f"in.units.per_unit({value})" if is_mean else value))
     return lines
 
 
@@ -357,7 +389,7 @@ def emit(
         wide_projections,
         [g for g, node in enumerate(leaves["x"]) if node in read],
         leaves["h"][0] in read,
-        OVER_UNITS * cell.over_units + stages_text(cell, saved, count, places, in_backward),
+        HAS_OVER_UNITS * cell.over_units + stages_text(cell, saved, count, places, in_backward),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Union
 
 import torch
@@ -245,6 +245,32 @@ def units_max_gradient(g: Node, y: Node, x: Node) -> tuple[Node]:
     return (where(is_largest, make("units_sum", g) / make("units_sum", where(is_largest, 1.0, 0.0)), 0.0),)
 
 
+def units_var_of_all(*values: Tensor) -> Tensor:
+    values = torch.broadcast_tensors(*values)
+    return torch.cat(values, -1).var(-1, correction=0, keepdim=True).expand_as(values[0])
+
+
+def units_var_gradient(g: Node, y: Node, *values: Node) -> tuple[Node, ...]:
+    share = 1 / len(values)
+    mean = make("units_mean", added(values)) * share
+    return tuple((x - mean) * (make("units_mean", g) * (2 * share)) for x in values)
+
+
+def variance_of_all(*values: Node) -> Node:
+    """units_var_of_all: the variance of the units' means, and the mean of the variances within units."""
+    share = 1 / len(values)
+    mean = added(values) * share
+    within = added([(x - mean) * (x - mean) for x in values]) * share
+    return make("units_var", mean) + make("units_mean", within)
+
+
+def added(values: Sequence[Node]) -> Node:
+    total = values[0]
+    for x in values[1:]:
+        total = total + x
+    return total
+
+
 def softplus_of(x: Tensor) -> Tensor:
     return -F.logsigmoid(-x)  # F.softplus is linear from 20 on
 
@@ -333,6 +359,16 @@ OPS = {
         lambda g, y, x: (make("units_mean", g),),
         NEVER,
     ),
+    # The mean square of what differs from the mean. Without the mean of (x - mean) * (x - mean), which waits for
+    # another mean, and so takes a kernel twice as long.
+    "units_var": Op(
+        "in.units.var({0})",
+        lambda x: x.var(-1, correction=0, keepdim=True).expand_as(x),
+        units_var_gradient,
+        NEVER,
+    ),
+    # Of all units' values of several expressions. Kernels never see it.
+    "units_var_of_all": Op("in.units.var(...)", units_var_of_all, units_var_gradient, NEVER),
     "units_max": Op(
         "in.units.max({0})",
         lambda x: x.amax(-1, keepdim=True).expand_as(x),
@@ -377,19 +413,30 @@ def ancestors(targets: Iterable[Node], known: Iterable[Node] = ()) -> list[Node]
     return sorted(found, key=lambda node: node.index)
 
 
-def without_straight_through(nodes: Sequence[Node]) -> list[Node]:
-    """The same values, without what serves their gradients only."""
+def for_kernels(nodes: Sequence[Node]) -> list[Node]:
+    """The same values, without what serves their gradients only, by the ops that kernels have."""
     found: dict[Node, Node] = {}
     for node in ancestors(nodes):
         args = [found[arg] for arg in node.args]
         if node.op == "straight_through":
             found[node] = args[0]
+        elif node.op == "units_var_of_all":
+            found[node] = variance_of_all(*args)
         elif args == list(node.args):
             found[node] = node
         else:
             found[node] = node.graph.make(node.op, *args)
             found[node].label = found[node].label or node.label
     return [found[node] for node in nodes]
+
+
+def levels(nodes: Iterable[Node], ops: Collection[str], known: Collection[Node] = ()) -> dict[Node, int]:
+    """The most of such ops on a path to each node and its ancestors, itself included, behind `known` nodes."""
+    found: dict[Node, int] = {}
+    for node in ancestors(nodes, known):
+        args = () if node in known else node.args
+        found[node] = max((found[arg] for arg in args), default=0) + (node.op in ops and node not in known)
+    return found
 
 
 class Tape:

@@ -64,8 +64,8 @@ class Units:
 
     def var(self, values: Any) -> Tensor:
         """Their variance, without Bessel's correction, as norms have it."""
-        mean = self.mean(values)
-        return self.mean([(x - mean) * (x - mean) for x in listed(values)])
+        values = listed(values)
+        return self._over_units("units_var" if len(values) == 1 else "units_var_of_all", *values)
 
     def max(self, values: Any) -> Tensor:
         """The largest. Equal ones share its gradient."""
@@ -99,23 +99,26 @@ class Units:
             weight, bias: as many values, such as parameters; None: 1 and 0.
         """
         mean = self.mean(values)
-        return self._scaled(values, [x - mean for x in listed(values)], weight, bias, eps)
+        return scaled(values, [x - mean for x in listed(values)], self.var(values), weight, bias, eps)
 
     def rms_norm(self, values: Any, weight: Any = None, eps: float = 1e-5) -> Any:
         """v / sqrt(mean(v^2) + eps) * weight (Zhang and Sennrich 2019).
 
         The arguments are those of :meth:`layer_norm`.
         """
-        return self._scaled(values, listed(values), weight, None, eps)
+        squares = self.mean([x * x for x in listed(values)])
+        return scaled(values, listed(values), squares, weight, None, eps)
 
-    def _scaled(self, values: Any, centered: list[Tensor], weight: Any, bias: Any, eps: float) -> Any:
-        scale = torch.rsqrt(self.mean([x * x for x in centered]) + eps)
-        results = [x * scale for x in centered]
-        if weight is not None:
-            results = [x * w for x, w in zip(results, of_each(results, weight, "weight"), strict=True)]
-        if bias is not None:
-            results = [x + b for x, b in zip(results, of_each(results, bias, "bias"), strict=True)]
-        return like(values, results)
+
+def scaled(values: Any, given: list[Tensor], squares: Tensor, weight: Any, bias: Any, eps: float) -> Any:
+    """The values of a norm whose squares are ``squares`` in the mean."""
+    scale = torch.rsqrt(squares + eps)
+    results = [x * scale for x in given]
+    if weight is not None:
+        results = [x * w for x, w in zip(results, of_each(results, weight, "weight"), strict=True)]
+    if bias is not None:
+        results = [x + b for x, b in zip(results, of_each(results, bias, "bias"), strict=True)]
+    return like(values, results)
 
 
 def listed(values: Any) -> list[Tensor]:

@@ -69,6 +69,7 @@ namespace lltm_ext {
 #define LLTM_FORMULA_ROW_OPS(OP)  \
   OP(units_sum, set_to_sum)       \
   OP(units_mean, set_to_mean)     \
+  OP(units_var, set_to_variance)  \
   OP(units_max, set_to_largest)   \
   OP(units_cumsum, set_to_cumsum) \
   OP(units_cumsum_back, set_to_cumsum_back)

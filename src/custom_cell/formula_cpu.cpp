@@ -98,6 +98,12 @@ void set_to_mean(const A* x, int n, A* to) {
   fill(sum_of(x, n) / static_cast<A>(n), n, to);
 }
 template <typename A>
+void set_to_variance(const A* x, int n, A* to) {
+  const A mean = sum_of(x, n) / static_cast<A>(n);
+  for (int i = 0; i < n; ++i) to[i] = (x[i] - mean) * (x[i] - mean);
+  set_to_mean(to, n, to);
+}
+template <typename A>
 void set_to_largest(const A* x, int n, A* to) {
   A largest = x[0];
   for (int i = 1; i < n; ++i) largest = maximum(largest, x[i]);

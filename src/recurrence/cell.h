@@ -55,9 +55,8 @@ struct CellShape {
   constexpr int extra() const { return saved - saved_in_gates(); }
   constexpr int live_states() const { return states + reads_h; }  // values that a unit keeps between steps
   constexpr int sums() const { return gates + parameters; }       // gradients that are summed over all rows
-  // Whether units read more than their own values. Then a step is a product and a launch, or several of both,
-  // unless a cluster is asked for by name.
-  constexpr bool is_stepwise() const { return over_units || products > 0; }
+  // Whether units read more than their own values.
+  constexpr bool mixes_units() const { return over_units || products > 0; }
   constexpr int rows_of_weight_hh() const { return gates + blocks; }  // in hidden_size rows
   // Whether a step's output is not the h that the row's next step starts from.
   constexpr bool has_output_apart() const { return output_state >= 0 || (resets_to_initial && recurrent); }

@@ -105,6 +105,9 @@ inline int most_row_tiles_of_grid(const PersistentVariant& v, const Problem& p, 
 inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
   const int64_t rows = p.sequences * p.batch;
+  // A step of a loop takes two kernels for each that begins another wave of clusters.
+  if (p.cell.over_units)
+    return p.sequences * grid.groups <= 4 * (multiprocessors(grid, v, device) / grid.group_blocks);
   if (v.row_per_block) {  // with more rows, blocks of several rows are faster
     const int64_t rows_each = ceil_div(rows, device.multiprocessors);
     if (p.element_size == 2) return p.hidden <= 32 ? rows_each <= 2 : p.hidden % 8 != 0 && rows_each == 1;
@@ -172,7 +175,7 @@ inline FusedStepTile fused_backward_tile(const Problem& p, const DeviceInfo& dev
 }
 
 inline FusedStepTile fused_step_tile(const Problem& p, const DeviceInfo& device) {
-  if (!device.has_sm90a || !p.cell.recurrent) return {};
+  if (!device.has_sm90a || !p.cell.recurrent || p.cell.over_units) return {};
   if (p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
   if (p.batch * p.hidden == 0 || p.batch > 64 * 65535 || p.sequences > 1) return {};  // limit of blockIdx.y
   return p.backward ? fused_backward_tile(p, device) : fused_forward_tile(p, device);
@@ -181,7 +184,7 @@ inline FusedStepTile fused_step_tile(const Problem& p, const DeviceInfo& device)
 // Every multiprocessor gets the same number of blocks, one if the hidden size allows: all blocks read the
 // same operands, so fewer blocks read less. Warps beyond those that a block's columns need split K.
 inline SmallBatchTile small_batch_tile(const Problem& p, const DeviceInfo& device) {
-  if (p.element_size != 4 || !p.cell.recurrent || p.sequences > 1) return {};
+  if (p.element_size != 4 || !p.cell.recurrent || p.cell.over_units || p.sequences > 1) return {};
   // With more rows, tensor cores are faster.
   const int most_rows = p.tf32 ? kMostSmallBatch / 2 : kMostSmallBatch;
   if (p.batch == 0 || p.batch > most_rows || p.hidden == 0 || p.hidden % 4 != 0) return {};
@@ -251,10 +254,7 @@ inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm
 // Plans the requested algorithm, or the fastest for kAuto. The stepwise loop runs everything.
 inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Algorithm requested) {
   Plan plan;
-  // Values over all units: the kernels of clusters exchange them, if they are asked for by name.
-  const bool only_steps =
-      problem.cell.is_stepwise() && (requested != Algorithm::kCluster || problem.cell.products > 0);
-  if (only_steps) {
+  if (problem.cell.products > 0) {
     if (requested == Algorithm::kCluster || requested == Algorithm::kGrid) {
       plan.why_not = plan_detail::why_not(problem, device, requested);
     }
@@ -263,7 +263,7 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
   const FusedStepTile fused_step = plan_detail::fused_step_tile(problem, device);
   plan.fused_step = fused_step;
   plan.small_batch = plan_detail::small_batch_tile(problem, device);
-  plan.independent = !problem.cell.recurrent && problem.sequences == 1 &&
+  plan.independent = !problem.cell.recurrent && !problem.cell.over_units && problem.sequences == 1 &&
                      std::max(problem.batch, problem.hidden) <= INT32_MAX;
   if (plan.independent) plan.tiles = plan_detail::unit_tiles(problem, device);
   if (requested == Algorithm::kStepwise) return plan;

@@ -8,6 +8,7 @@
 // status is 0 if none does. tests/test_persistent_kernels.py writes cells.h: the cells' structs, and
 // FOR_ALL_CELLS(F), which is F(name, type) for each cell.
 #include <new>
+#include <numeric>
 #include <set>
 #include <string>
 #include <type_traits>
@@ -36,8 +37,20 @@ class RowOfUnits<double> {
   RowOfUnits() = default;
   RowOfUnits(Calls& calls, int hidden, int unit) : calls_(&calls), hidden_(hidden), unit_(unit) {}
 
-  double sum(double x) const { return found(x, 0, hidden_); }
-  double mean(double x) const { return sum(x) / hidden_; }
+  template <int kSums>
+  void sums(double (&sums)[kSums]) const {
+    for (double& x : sums) x = found(x, 0, hidden_);
+  }
+  template <int kVariances>
+  void moments(double (&variances)[kVariances]) const {
+    for (double& x : variances) x = variance(x);
+  }
+  template <int kVariances, int kSums>
+  void moments(double (&variances)[kVariances], double (&sums)[kSums]) const {
+    moments(variances);
+    this->sums(sums);
+  }
+  double per_unit(double sum) const { return sum / hidden_; }
   double cumsum(double x) const { return found(x, 0, unit_ + 1); }
   double cumsum_back(double x) const { return found(x, unit_, hidden_); }
   double max(double x) const {
@@ -51,6 +64,14 @@ class RowOfUnits<double> {
     std::vector<double>& values = calls_->of[next_];
     values[unit_] = x;
     return next_++ < calls_->known ? &values : nullptr;
+  }
+  double variance(double x) const {
+    const std::vector<double>* const values = given(x);
+    if (!values) return 1;
+    const double mean = std::accumulate(values->begin(), values->end(), 0.) / hidden_;
+    double squares = 0;
+    for (const double value : *values) squares += (value - mean) * (value - mean);
+    return squares / hidden_;
   }
   double found(double x, int begin, int end) const {
     const std::vector<double>* const values = given(x);

@@ -1,6 +1,8 @@
 // What the units of a row compute together (stepwise/rows.cuh), on the CPU, against loops.
 #include "recurrence/stepwise/rows.cuh"
 
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <random>
 
@@ -15,6 +17,7 @@ int failures = 0;
 template <typename A>
 struct Found {
   A sum, max, cumsum, cumsum_back, mean;
+  A variances[3];  // the first beside sums, which takes more than one exchange
 };
 
 template <typename A>
@@ -26,7 +29,12 @@ std::vector<Found<A>> found(const std::vector<A>& x, const RowOfThreads& row) {
     const int block = static_cast<int>(blockIdx.x), j = block * row.threads + static_cast<int>(threadIdx.x);
     const RowOfUnits<A> units(memory, row, block);
     Found<A>& f = results[j];
-    f = {units.sum(x[j]), units.max(x[j]), units.cumsum(x[j]), units.cumsum_back(x[j]), units.mean(x[j])};
+    A variances[] = {x[j], 2 * x[j], x[j] + 1000}, sums[] = {x[j], 3 * x[j]}, alone[] = {x[j]};
+    units.moments(variances, sums);
+    units.sums(alone);
+    f = {sums[0], units.max(x[j]), units.cumsum(x[j]), units.cumsum_back(x[j]), units.per_unit(sums[1]) / 3};
+    std::copy_n(variances, 3, f.variances);
+    if (alone[0] != sums[0]) f.sum = -infinity<A>();
   });
   return results;
 }
@@ -40,13 +48,22 @@ void check(int blocks, int threads) {
   const std::vector<Found<A>> results = found<A>(x, {blocks, threads});
   A sum = 0, largest = x[0], upto = 0;
   for (const A value : x) sum += value, largest = std::max(largest, value);
+  const A mean = sum / static_cast<A>(x.size()), bound = sizeof(A) == 8 ? A(1e-13) : A(1e-5);
+  double variance = 0;
+  for (const A value : x) variance += std::pow(double(value) - double(sum) / double(x.size()), 2);
+  variance /= double(x.size());
+  const auto is_near = [&](A y, double exact) { return std::abs(y - exact) <= bound * exact; };
   for (size_t j = 0; j < x.size(); ++j) {
     const A from = sum - upto;
     upto += x[j];
     const Found<A>& f = results[j];
-    const bool right = f.sum == sum && f.mean == sum / static_cast<A>(x.size()) && f.max == largest &&
+    const bool right = f.sum == sum && is_near(std::abs(f.mean), std::abs(mean)) && f.max == largest &&
                        f.cumsum == upto && f.cumsum_back == from;
-    if (right) continue;
+    const bool right_variances = is_near(f.variances[0], variance) && is_near(f.variances[1], 4 * variance) &&
+                                 is_near(f.variances[2], variance);
+    if (right && right_variances) continue;
+    std::printf("variances %g, %g, %g, expected %g; ", double(f.variances[0]), double(f.variances[1]),
+                double(f.variances[2]), variance);
     std::printf("%d blocks of %d threads, unit %zu: sum %g, max %g, cumsum %g, cumsum_back %g, mean %g\n",
                 blocks, threads, j, double(f.sum), double(f.max), double(f.cumsum), double(f.cumsum_back),
                 double(f.mean));
@@ -62,12 +79,16 @@ struct SumCell : CellDefaults {
 
   template <typename Math, typename A>
   static A forward(const CellInputs<SumCell, A>& in, A (&)[1], A (&)[1]) {
-    return in.h + in.units.sum(in.x[0]);
+    A sums[] = {in.x[0]};
+    in.units.sums(sums);
+    return in.h + sums[0];
   }
   template <typename Math, typename A>
   static void backward(const A (&)[1], const CellInputs<SumCell, A>& in, A grad_h, A (&)[1],
                        CellGradients<SumCell, A>& grads) {
-    grads.x[0] = in.units.sum(grad_h);
+    A sums[] = {grad_h};
+    in.units.sums(sums);
+    grads.x[0] = sums[0];
     grads.h = grad_h;
   }
 };

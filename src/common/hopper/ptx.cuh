@@ -127,14 +127,6 @@ __device__ __forceinline__ void st_async(uint32_t to, const uint4& x, uint32_t b
       : "memory");
 }
 
-// Likewise, of 4 bytes.
-__device__ __forceinline__ void st_async(uint32_t to, float x, uint32_t barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%1], %0, [%2];"
-               :
-               : "r"(__float_as_uint(x)), "r"(to), "r"(barrier)
-               : "memory");
-}
-
 // Loads from the same address in the shared memory of another block of the cluster.
 __device__ __forceinline__ float4 load_shared_cluster(const float4* here, uint32_t rank) {
   float4 x;

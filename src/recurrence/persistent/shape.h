@@ -13,7 +13,7 @@ constexpr int kRowTile = 8;           // rows of the batch in a product
 constexpr int kChunkBytes = 64;       // a warp's step through K, in bytes of a row
 constexpr int kLanesOfUnit = 4;       // lanes that share a unit in a block of one row
 constexpr int kRegisters = 1 << 16;   // registers of a multiprocessor
-constexpr int kRowPartsFloats = 288;  // of RowParts (units.cuh), in whole lines of shared memory
+constexpr int kRowPartsFloats = 1056;  // of RowParts (units.cuh), in whole lines of shared memory
 
 // How the blocks of a group exchange values; kBlock: a block has all units.
 enum class ExchangeThrough { kL2, kCluster, kBlock };

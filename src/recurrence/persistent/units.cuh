@@ -175,7 +175,11 @@ struct PackMath {
 // those of all others, which have read the call before.
 struct RowParts {
   static constexpr int kMost = 2 * kMostRowBlocks;  // of a row: two warps of each block
-  float of[2][kRowTile][kMost];
+  union Part {
+    float slots[kRowSlots];
+    uint4 all;
+  };
+  Part of[2][kRowTile][kMost];
   uint64_t barriers[2];
 };
 static_assert(sizeof(RowParts) <= 4 * kRowPartsFloats);
@@ -207,47 +211,115 @@ class RowOfUnits<LLTM_PACK_TYPE> {
     hopper::fence_mbarrier_init();
   }
 
-  __device__ P sum(P x) const {
-    return combined(x, 0, [](float a, float b) { return a + b; });
+  // These replace values by what all units have of them.
+  template <int kSums>
+  __device__ void sums(P (&sums)[kSums]) const {
+    add_up<0, kSums>(nullptr, sums);
   }
-  __device__ P mean(P x) const { return sum(x) * P(1.f / static_cast<float>(hidden_)); }
+  template <int kVariances>
+  __device__ void moments(P (&variances)[kVariances]) const {
+    add_up<kVariances, 0>(variances, nullptr);
+  }
+  template <int kVariances, int kSums>
+  __device__ void moments(P (&variances)[kVariances], P (&sums)[kSums]) const {
+    add_up<kVariances, kSums>(variances, sums);
+  }
+  __device__ P per_unit(P sum) const { return sum * P(1.f / static_cast<float>(hidden_)); }
   __device__ P max(P x) const {
-    return combined(x, -infinity<float>(), [](float a, float b) { return maximum(a, b); });
+    Found found;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      found[i][0] = of_warp(maximum(x.of[2 * i], x.of[2 * i + 1]), -infinity<float>(),
+                            [](float a, float b) { return maximum(a, b); });
+    }
+    if constexpr (kHasParts) {
+      const RowParts& all = exchanged(found);
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        for (int p = 0; p < parts(); ++p) found[i][0] = maximum(found[i][0], of_row(all, i)[p].slots[0]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kPairs; ++i) x.of[i] = found[i / 2][0];
+    return x;
   }
   // The sums of each unit and those before it, or after it.
   __device__ P cumsum(P x) const { return scanned<false>(x); }
   __device__ P cumsum_back(P x) const { return scanned<true>(x); }
 
  private:
-  __device__ uint32_t bytes() const { return kRowTile * kWarps * blocks_ * sizeof(float); }
+  using Found = float[kPairs][kRowSlots];  // of the rows
+
+  __device__ int parts() const { return kWarps * blocks_; }
+  __device__ uint32_t bytes() const { return kRowTile * parts() * sizeof(RowParts::Part); }
+  __device__ int units_of(int part) const { return min(2 * kLanes, hidden_ - part * 2 * kLanes); }
 
   template <class F>
-  __device__ __forceinline__ P combined(const P& x, float neutral, F&& f) const {
-    float found[kPairs];
+  __device__ __forceinline__ float of_warp(float x, float neutral, F&& f) const {
+    if (!exists_) x = neutral;
+#pragma unroll
+    for (int d = kLanes / 2; d > 0; d /= 2) x = f(x, __shfl_xor_sync(~0u, x, d));
+    return x;
+  }
+  __device__ __forceinline__ float sum_of_warp(float x) const {
+    return of_warp(x, 0, [](float a, float b) { return a + b; });
+  }
+
+  template <int kVariances, int kSums>
+  __device__ __forceinline__ void add_up(P* variances, P* sums) const {
+    float found[kPairs][2 * kVariances + kSums];
+    const float own = 1.f / static_cast<float>(larger(units_of(part_), 1)),
+                all = 1.f / static_cast<float>(hidden_);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      found[i] = exists_ ? f(x.of[2 * i], x.of[2 * i + 1]) : neutral;
 #pragma unroll
-      for (int d = kLanes / 2; d > 0; d /= 2) found[i] = f(found[i], __shfl_xor_sync(~0u, found[i], d));
-    }
-    if constexpr (kHasParts) {
-      const RowParts& all = exchanged(found);
+      for (int v = 0; v < kVariances; ++v) {
+        const float a = variances[v].of[2 * i], b = variances[v].of[2 * i + 1], sum = sum_of_warp(a + b),
+                    mean = sum * own;
+        found[i][2 * v] = sum;
+        found[i][2 * v + 1] = sum_of_warp((a - mean) * (a - mean) + (b - mean) * (b - mean));
+      }
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        const float* const parts = of_row(all, i);
-        found[i] = parts[0];
-        for (int p = 1; p < kWarps * blocks_; ++p) found[i] = f(found[i], parts[p]);
+      for (int s = 0; s < kSums; ++s) {
+        found[i][2 * kVariances + s] = sum_of_warp(sums[s].of[2 * i] + sums[s].of[2 * i + 1]);
       }
     }
-    P result;
+    if constexpr (kHasParts) {
+      for_slots<kVariances, kSums>([&](auto slots) { add_up_parts<decltype(slots)>(found); });
+    }
 #pragma unroll
-    for (int i = 0; i < 2 * kPairs; ++i) result.of[i] = found[i / 2];
-    return result;
+    for (int i = 0; i < 2 * kPairs; ++i) {
+#pragma unroll
+      for (int v = 0; v < kVariances; ++v) variances[v].of[i] = found[i / 2][2 * v + 1] * all;
+#pragma unroll
+      for (int s = 0; s < kSums; ++s) sums[s].of[i] = found[i / 2][2 * kVariances + s];
+    }
+  }
+  template <class Slots, int kFound>
+  __device__ __forceinline__ void add_up_parts(float (&found)[kPairs][kFound]) const {
+    Found sent = {};
+#pragma unroll
+    for (int i = 0; i < kPairs * Slots::kCount; ++i) {
+      sent[i / Slots::kCount][i % Slots::kCount] =
+          found[i / Slots::kCount][Slots::kFirst + i % Slots::kCount];
+    }
+    const RowParts& all = exchanged(sent);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const RowParts::Part* const row = of_row(all, i);
+      float totals[kRowSlots];
+      add_parts<Slots>(
+          parts(), hidden_, [&](int p, int slot) { return row[p].slots[slot]; },
+          [&](int p) { return units_of(p); }, totals);
+#pragma unroll
+      for (int slot = 0; slot < Slots::kCount; ++slot) found[i][Slots::kFirst + slot] = totals[slot];
+    }
   }
 
   template <bool kBack>
   __device__ __forceinline__ P scanned(const P& x) const {
-    float before[kPairs], totals[kPairs];  // of the row's pairs before this one, or after it; of the warp's
+    float before[kPairs];  // of the row's pairs before this one, or after it
+    Found totals;          // of the warp's
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       float sum = exists_ ? x.of[2 * i] + x.of[2 * i + 1] : 0.f;
@@ -257,7 +329,7 @@ class RowOfUnits<LLTM_PACK_TYPE> {
         const float other = __shfl_sync(~0u, sum, order < d ? lane : kBack ? lane + d : lane - d);
         if (order >= d) sum += other;
       }
-      totals[i] = __shfl_sync(~0u, sum, lane - lane_ + (kBack ? 0 : kLanes - 1));
+      totals[i][0] = __shfl_sync(~0u, sum, lane - lane_ + (kBack ? 0 : kLanes - 1));
       const float previous = __shfl_sync(~0u, sum, order < 1 ? lane : kBack ? lane + 1 : lane - 1);
       before[i] = order < 1 ? 0.f : previous;
     }
@@ -265,10 +337,9 @@ class RowOfUnits<LLTM_PACK_TYPE> {
       const RowParts& all = exchanged(totals);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        const float* const parts = of_row(all, i);
         float sum = 0;
-        for (int p = 0; p < kWarps * blocks_; ++p) {
-          if (kBack ? p > part_ : p < part_) sum += parts[p];
+        for (int p = 0; p < parts(); ++p) {
+          if (kBack ? p > part_ : p < part_) sum += of_row(all, i)[p].slots[0];
         }
         before[i] += sum;
       }
@@ -284,20 +355,25 @@ class RowOfUnits<LLTM_PACK_TYPE> {
   }
 
   __device__ static int row_of(int row, int i) { return row + i * (kBlockThreads / kRow); }
-  __device__ const float* of_row(const RowParts& all, int i) const {
+  __device__ const RowParts::Part* of_row(const RowParts& all, int i) const {
     return all.of[turn_ ^ 1][row_of(row_, i)];
   }
 
   // Passes on what a warp of the row has found, and waits for the others.
-  __device__ __forceinline__ const RowParts& exchanged(const float (&found)[kPairs]) const {
-    float (&to)[kRowTile][RowParts::kMost] = parts_->of[turn_];
+  __device__ __forceinline__ const RowParts& exchanged(const Found& found) const {
+    RowParts::Part(&to)[kRowTile][RowParts::kMost] = parts_->of[turn_];
+    RowParts::Part sent[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs * kRowSlots; ++i) {
+      sent[i / kRowSlots].slots[i % kRowSlots] = found[i / kRowSlots][i % kRowSlots];
+    }
     if constexpr (kCluster) {
       uint64_t* const barrier = &parts_->barriers[turn_];
       if (lane_ < blocks_) {  // a lane for each block
         const uint32_t there = hopper::mapa(barrier, lane_);
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
-          hopper::st_async(hopper::mapa(&to[row_of(row_, i)][part_], lane_), found[i], there);
+          hopper::st_async(hopper::mapa(&to[row_of(row_, i)][part_], lane_), sent[i].all, there);
         }
       }
       for (int polls = 0; !hopper::mbarrier_try_wait(barrier, phase_); ++polls) {
@@ -308,7 +384,7 @@ class RowOfUnits<LLTM_PACK_TYPE> {
     } else {
       if (lane_ == 0) {
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) to[row_of(row_, i)][part_] = found[i];
+        for (int i = 0; i < kPairs; ++i) to[row_of(row_, i)][part_] = sent[i];
       }
       bar_sync<kRow>(1 + row_);
     }

@@ -26,30 +26,46 @@ class UnitsOfThreads {
  public:
   // Of a block. Calls take turns, so that a warp may go on to the next call before others have read.
   struct Memory {
-    A parts[2][kMostRowBlocks * kMostRowThreads / 32];
+    A parts[2][kMostRowBlocks * kMostRowThreads / 32][kRowSlots];
   };
 
   UnitsOfThreads() = default;
   __device__ UnitsOfThreads(Memory& memory, const RowOfThreads& row, int block)
       : memory_(&memory),
         units_(row.blocks * row.threads),
+        block_threads_(row.threads),
+        block_warps_(row.warps()),
         blocks_(row.blocks),
         lane_(threadIdx.x % 32),
         lanes_(min(32, row.threads - static_cast<int>(threadIdx.x) / 32 * 32)),
-        parts_(row.blocks * row.warps()),
-        part_(block * row.warps() + threadIdx.x / 32) {
+        parts_(row.blocks * block_warps_),
+        part_(block * block_warps_ + threadIdx.x / 32) {
     // No block writes to one that has not started.
     if constexpr (has_clusters()) {
       if (blocks_ > 1) hopper::cluster_sync();
     }
   }
 
-  __device__ A sum(A x) const {
-    return combined(x, [](A a, A b) { return a + b; });
+  // These replace values by what all units have of them.
+  template <int kSums>
+  __device__ void sums(A (&sums)[kSums]) const {
+    add_up<0, kSums>(nullptr, sums);
   }
-  __device__ A mean(A x) const { return sum(x) / static_cast<A>(units_); }
+  template <int kVariances>
+  __device__ void moments(A (&variances)[kVariances]) const {
+    add_up<kVariances, 0>(variances, nullptr);
+  }
+  template <int kVariances, int kSums>
+  __device__ void moments(A (&variances)[kVariances], A (&sums)[kSums]) const {
+    add_up<kVariances, kSums>(variances, sums);
+  }
+  __device__ A per_unit(A sum) const { return sum / static_cast<A>(units_); }
   __device__ A max(A x) const {
-    return combined(x, [](A a, A b) { return maximum(a, b); });
+    const A found[] = {of_warp(x, [](A a, A b) { return maximum(a, b); })};
+    const auto parts = exchanged(found, 0);
+    A largest = parts[0][0];
+    for (int p = 1; p < parts_; ++p) largest = maximum(largest, parts[p][0]);
+    return largest;
   }
 
   // The sum of this unit and those before it.
@@ -58,9 +74,10 @@ class UnitsOfThreads {
       const A before = __shfl_up_sync(mask(), x, d);
       if (lane_ >= d) x += before;
     }
-    const A* const parts = exchanged(x, lanes_ - 1);
+    const A found[] = {x};
+    const auto parts = exchanged(found, lanes_ - 1);
     A sum = 0;
-    for (int p = 0; p < part_; ++p) sum += parts[p];
+    for (int p = 0; p < part_; ++p) sum += parts[p][0];
     return sum + x;
   }
   // The sum of this unit and those after it.
@@ -69,37 +86,66 @@ class UnitsOfThreads {
       const A after = __shfl_down_sync(mask(), x, d);
       if (lane_ + d < lanes_) x += after;
     }
-    const A* const parts = exchanged(x, 0);
+    const A found[] = {x};
+    const auto parts = exchanged(found, 0);
     A sum = 0;
-    for (int p = parts_ - 1; p > part_; --p) sum += parts[p];
+    for (int p = parts_ - 1; p > part_; --p) sum += parts[p][0];
     return sum + x;
   }
 
  private:
   __device__ unsigned mask() const { return ~0u >> (32 - lanes_); }
 
+  template <int kVariances, int kSums>
+  __device__ void add_up(A* variances, A* sums) const {
+    const auto add = [](A a, A b) { return a + b; };
+    A found[2 * kVariances + kSums];
+#pragma unroll
+    for (int v = 0; v < kVariances; ++v) {
+      const A sum = of_warp(variances[v], add),
+              distance = variances[v] - __shfl_sync(mask(), sum, 0) / static_cast<A>(lanes_);
+      found[2 * v] = sum;
+      found[2 * v + 1] = of_warp(distance * distance, add);
+    }
+#pragma unroll
+    for (int s = 0; s < kSums; ++s) found[2 * kVariances + s] = of_warp(sums[s], add);
+    for_slots<kVariances, kSums>([&](auto slots) {
+      using Now = decltype(slots);
+      A sent[Now::kCount], totals[kRowSlots];
+      for (int i = 0; i < Now::kCount; ++i) sent[i] = found[Now::kFirst + i];
+      const auto parts = exchanged(sent, 0);
+      add_parts<Now>(
+          parts_, units_, [&](int p, int i) { return parts[p][i]; },
+          [&](int p) { return min(32, block_threads_ - p % block_warps_ * 32); }, totals);
+      for (int i = 0; i < Now::kCount; ++i) found[Now::kFirst + i] = totals[i];
+    });
+#pragma unroll
+    for (int v = 0; v < kVariances; ++v) variances[v] = per_unit(found[2 * v + 1]);
+#pragma unroll
+    for (int s = 0; s < kSums; ++s) sums[s] = found[2 * kVariances + s];
+  }
+
+  // The first lane has that of all lanes.
   template <class F>
-  __device__ A combined(A x, F&& f) const {
+  __device__ A of_warp(A x, F&& f) const {
     for (int d = 16; d > 0; d /= 2) {
       const A other = __shfl_down_sync(mask(), x, d);
       if (lane_ + d < lanes_) x = f(x, other);
     }
-    const A* const parts = exchanged(x, 0);
-    A all = parts[0];
-    for (int p = 1; p < parts_; ++p) all = f(all, parts[p]);
-    return all;
+    return x;
   }
 
   // What one lane of each of the row's warps has.
-  __device__ const A* exchanged(A x, int lane) const {
+  template <int kCount>
+  __device__ const A (*exchanged(const A (&x)[kCount], int lane) const)[kRowSlots] {
     turn_ ^= 1;
-    A* const parts = memory_->parts[turn_];
+    A(*const parts)[kRowSlots] = memory_->parts[turn_];
     if (blocks_ == 1) {
-      if (lane_ == lane) parts[part_] = x;
+      for (int i = 0; i < kCount && lane_ == lane; ++i) parts[part_][i] = x[i];
       __syncthreads();
     } else if constexpr (has_clusters()) {
       for (int block = 0; block < blocks_ && lane_ == lane; ++block) {
-        *const_cast<A*>(hopper::in_block(parts + part_, block)) = x;
+        for (int i = 0; i < kCount; ++i) *const_cast<A*>(hopper::in_block(parts[part_] + i, block)) = x[i];
       }
       hopper::cluster_sync();
     }
@@ -107,7 +153,7 @@ class UnitsOfThreads {
   }
 
   Memory* memory_;
-  int units_, blocks_, lane_, lanes_, parts_, part_;
+  int units_, block_threads_, block_warps_, blocks_, lane_, lanes_, parts_, part_;
   mutable int turn_ = 0;
 };
 

@@ -59,7 +59,7 @@ constexpr int products_of_single_step(const CellShape& cell) {
 }
 // Whether a cell has this kernel. The sums of more products fit neither in shared memory nor in registers.
 constexpr bool has_single_step(const CellShape& cell) {
-  return cell.recurrent && !cell.is_stepwise() && !cell.has_output_apart() &&
+  return cell.recurrent && !cell.mixes_units() && !cell.has_output_apart() &&
          products_of_single_step(cell) <= 8;
 }
 

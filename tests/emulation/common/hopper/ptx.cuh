@@ -79,13 +79,5 @@ inline void st_async(uint32_t to, const uint4& x, uint32_t barrier) {
   cuda_on_cpu::note_progress();
 }
 
-inline void st_async(uint32_t to, float x, uint32_t barrier) {
-  *static_cast<float*>(in_cluster(to)) = x;
-  MBarrier& state = state_of(in_cluster(barrier));
-  state.bytes -= 4;
-  state.end_phase_if_complete();
-  cuda_on_cpu::note_progress();
-}
-
 }  // namespace hopper
 }  // namespace lltm_ext
