@@ -166,22 +166,27 @@ def test_values_and_gradients_equal_the_loop_on_a_gpu(cell, dtype, hidden):
 
 @needs_cuda
 @pytest.mark.skipif(not has_clusters(), reason="needs a GPU with clusters")
-@pytest.mark.parametrize("hidden", [24, 104, 136, 256])
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    "algorithm,dtype,hidden",
+    [("cluster", dtype, hidden) for dtype in TYPES for hidden in (24, 104)]
+    + [("cluster", dtype, hidden) for dtype in TYPES[:2] for hidden in (136, 256)]
+    + [("grid", dtype, hidden) for dtype in TYPES for hidden in (24, 136, 504)]
+    + [("grid", torch.float16, 1000)],
+    ids=str,
+)
 @every_example
-def test_values_and_gradients_in_a_cluster_equal_the_loop(cell, dtype, hidden):
-    if hidden > 128 and dtype == torch.float32:
-        pytest.skip("float32 has no room for so many units")
-    Example(cell, dtype, length=6, batch=11, hidden=hidden, device="cuda").check(algorithm="cluster")
+def test_values_and_gradients_in_one_kernel_equal_the_loop(cell, algorithm, dtype, hidden):
+    Example(cell, dtype, length=6, batch=11, hidden=hidden, device="cuda").check(algorithm=algorithm)
 
 
 @needs_cuda
 @pytest.mark.skipif(not has_clusters(), reason="needs a GPU with clusters")
 @pytest.mark.parametrize("reset", [torch.bool, torch.float32])
 @pytest.mark.parametrize("reset_to", ["zeros", "initial"])
-def test_resets_in_a_cluster(reset_to, reset):
+@pytest.mark.parametrize("algorithm", ["cluster", "grid"])
+def test_resets_in_one_kernel(algorithm, reset_to, reset):
     how = {"reset": reset, "reset_to": reset_to, "device": "cuda"}
-    Example(cells.dreamer_gru, torch.float32, length=8, batch=4, hidden=40, **how).check(algorithm="cluster")
+    Example(cells.dreamer_gru, torch.float32, length=8, batch=4, hidden=40, **how).check(algorithm=algorithm)
 
 
 @needs_cuda

@@ -416,7 +416,7 @@ struct Backward {
           .h0 = pointer<T>(direction.h0),
       };
     };
-    const at::Tensor links = sizes.links(plan, shape, like);
+    const at::Tensor links = sizes.links(plan, shape, /*backward=*/true, parts.size(), like);
     const bool ran = try_launch_fused("recurrence_backward", like, plan, call.algorithm, parts.size(),
                                       [&](auto type, auto stream) {
                                         return op.launch(per_direction(type, parts.size(), arguments_of),

@@ -237,7 +237,7 @@ struct Forward {
           .states_n = mutable_pointer<void>(states_n[i]),
       };
     };
-    const at::Tensor links = sizes.links(plan, shape, outs[0].output);
+    const at::Tensor links = sizes.links(plan, shape, /*backward=*/false, count, outs[0].output);
     const bool ran = try_launch_fused(
         "recurrence_forward", outs[0].output, plan, call.algorithm, count, [&](auto type, auto stream) {
           auto sequences = per_direction(type, count, arguments_of);

@@ -72,7 +72,8 @@ class CellOp {
     return cudaSuccess;
   }
 
-  // `links`: memory of the plan's tiles, if it has any.
+  // `links`: memory through which the threads of the plan exchange values besides states
+  // (SequenceSizes::links).
   template <template <typename> class Arguments, typename T>
   cudaError_t launch(const PerDirection<Arguments<T>>& sequences, const Plan& plan, void* links,
                      cudaStream_t stream) const {
@@ -105,7 +106,7 @@ class CellOp {
       if (sequences.of[0].reset) which.reset = sequences.of[0].reset_is_bool ? "bool" : "float";
       const cudaKernel_t kernel = load_cell_kernel(program_, which);
       if (tile.rows > 0) return run_fused_steps(kernel, shape().gates, sequences.of[0], tile, stream);
-      return launch_persistent(kernel, shape(), sequences, plan, stream);
+      return launch_persistent(kernel, shape(), sequences, plan, stream, links);
     }
   }
 

@@ -96,11 +96,21 @@ struct SequenceSizes {
     return plan_for(op, like, batch, hidden, !batch_sizes, backward, algorithm, sequences, side_by_side,
                     steps);
   }
-  // Memory for the links of a plan's tiles; undefined if there are none.
-  at::Tensor links(const Plan& plan, const CellShape& shape, const at::Tensor& like) const {
-    if (plan.tiles.threads == 0) return {};
-    const int units = independent_units(batch, hidden, static_cast<int>(like.element_size()), true);
-    const int64_t bytes = plan.tiles.link_bytes(units, shape.live_states());
+  // Memory for the links of a plan's tiles, or for the parts of rows of `sequences` sequences; undefined if
+  // there are none.
+  at::Tensor links(const Plan& plan, const CellShape& shape, bool backward, size_t sequences,
+                   const at::Tensor& like) const {
+    const int element_size = static_cast<int>(like.element_size());
+    int64_t bytes = 0;
+    if (plan.tiles.threads > 0) {
+      bytes =
+          plan.tiles.link_bytes(independent_units(batch, hidden, element_size, true), shape.live_states());
+    } else if (plan.variant >= 0) {
+      const PersistentVariant* const variants = element_size == 2 ? kHalfVariants : kFloatVariants;
+      const PersistentShape kernel = {shape, variants[plan.variant], element_size, backward};
+      bytes = sequences * plan.grid.groups * kernel.row_parts_bytes(plan.grid.group_blocks);
+    }
+    if (bytes == 0) return {};
     return at::empty({ceil_div(bytes, int64_t{8})}, like.options().dtype(at::kDouble));
   }
   static int64_t hidden_of(const CellShape& shape, const at::Tensor& input, const Direction& d) {

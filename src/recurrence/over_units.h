@@ -8,8 +8,8 @@ namespace lltm_ext {
 
 constexpr int kMostRowBlocks = 8;  // of a cluster that has a row
 
-// The threads of a row exchange so many numbers at once: of each variance the sum of the values and that of
-// the squares of their distances from their own mean, then sums.
+// The threads of a row exchange so many numbers at once: of each variance the mean of a part of the row and
+// the sum of the squares of the distances from it; then sums.
 constexpr int kRowSlots = 4;
 template <int kFirst_, int kVariances_, int kSums_>
 struct Slots {
@@ -26,24 +26,38 @@ LLTM_HOST_DEVICE void for_slots(F&& f) {
     for_slots<kVariances - kHas, kSums - kOthers, kFirst + Now::kCount>(f);
   }
 }
-// What a row of `units` units has in these slots, from part(p, slot) of its parts, which have units_of(p)
-// units.
-template <class Slots, typename A, class Part, class UnitsOf>
-LLTM_HOST_DEVICE void add_parts(int parts, int units, Part&& part, UnitsOf&& units_of,
-                                A (&totals)[kRowSlots]) {
-  for (int i = 0; i < Slots::kCount; ++i) totals[i] = part(0, i);
-  for (int p = 1; p < parts; ++p) {
-    for (int i = 0; i < Slots::kCount; ++i) totals[i] += part(p, i);
+// Some values by the sum of their distances from one of them, and that of the squares of these. It rounds the
+// variance no more than a mean that is found first.
+template <typename A>
+struct Distances {
+  A sum = 0, squares = 0;
+  LLTM_HOST_DEVICE void add(A distance, A count = A(1)) {
+    sum += count * distance;
+    squares += count * distance * distance;
   }
-  for (int i = 0; i < 2 * Slots::kVariances; i += 2) {
-    const A mean = totals[i] / static_cast<A>(units);
-    for (int p = 0; p < parts; ++p) {
-      if (const int count = units_of(p); count > 0) {
-        const A distance = part(p, i) / static_cast<A>(count) - mean;
-        totals[i + 1] += static_cast<A>(count) * distance * distance;
-      }
+  // Those from their mean, given 1 / count.
+  LLTM_HOST_DEVICE A from_mean(A share) const { return squares - sum * (sum * share); }
+};
+// What a row has in these slots. A lane adds up part(p, slot) of the row's parts p = first, first + stride,
+// ..., which have units_of(p) units, and sum_of_lanes adds up the lanes.
+template <class Slots, typename A, class Part, class UnitsOf, class SumOfLanes>
+LLTM_HOST_DEVICE void add_parts(int first, int stride, int parts, A share, Part&& part, UnitsOf&& units_of,
+                                SumOfLanes&& sum_of_lanes, A (&totals)[kRowSlots]) {
+  Distances<A> distances[at_least_one(Slots::kVariances)];
+  for (A& total : totals) total = 0;
+  for (int p = first; p < parts; p += stride) {
+    for (int v = 0; v < Slots::kVariances; ++v) {
+      distances[v].add(part(p, 2 * v) - part(0, 2 * v), static_cast<A>(units_of(p)));
+      distances[v].squares += part(p, 2 * v + 1);
     }
+    for (int i = 2 * Slots::kVariances; i < Slots::kCount; ++i) totals[i] += part(p, i);
   }
+  for (int v = 0; v < Slots::kVariances; ++v) {
+    distances[v].sum = sum_of_lanes(distances[v].sum);
+    distances[v].squares = sum_of_lanes(distances[v].squares);
+    totals[2 * v + 1] = distances[v].from_mean(share);
+  }
+  for (int i = 2 * Slots::kVariances; i < Slots::kCount; ++i) totals[i] = sum_of_lanes(totals[i]);
 }
 
 template <typename T>

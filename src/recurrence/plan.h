@@ -55,7 +55,7 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   const PersistentShape shape = {p.cell, v, p.element_size, p.backward};
   const int units = shape.units();
   if (v.on_hopper_only && !device.has_sm90a) return false;
-  if (p.cell.over_units && (v.algorithm != Algorithm::kCluster || v.row_per_block)) return false;
+  if (p.cell.over_units && (v.any_rows || v.row_per_block)) return false;
   if (v.tf32 && !p.tf32) return false;
   if (p.hidden > shape.most_hidden()) return false;
   if (!v.row_per_block && p.hidden % 8 != 0) return false;
@@ -105,9 +105,10 @@ inline int most_row_tiles_of_grid(const PersistentVariant& v, const Problem& p, 
 inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
   const int64_t rows = p.sequences * p.batch;
-  // A step of a loop takes two kernels for each that begins another wave of clusters.
-  if (p.cell.over_units)
-    return p.sequences * grid.groups <= 4 * (multiprocessors(grid, v, device) / grid.group_blocks);
+  // A step of a loop takes a product and a kernel that waits for it, as long as eight waves.
+  if (p.cell.over_units) {
+    return p.sequences * grid.groups <= 8 * (multiprocessors(grid, v, device) / grid.group_blocks);
+  }
   if (v.row_per_block) {  // with more rows, blocks of several rows are faster
     const int64_t rows_each = ceil_div(rows, device.multiprocessors);
     if (p.element_size == 2) return p.hidden <= 32 ? rows_each <= 2 : p.hidden % 8 != 0 && rows_each == 1;
@@ -231,9 +232,6 @@ inline UnitTiles unit_tiles(const Problem& p, const DeviceInfo& device) {
 }
 
 inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm requested) {
-  if (p.cell.over_units && requested == Algorithm::kGrid) {
-    return "takes cells whose units read only their own values";
-  }
   if (p.cell.products > 0) return "takes cells with one product a step";
   if (!p.cell.recurrent) return "takes cells with a product of h, got one without";
   if (p.element_size == 8) return "takes float16, bfloat16 and float32, got float64";
@@ -268,11 +266,11 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
   if (plan.independent) plan.tiles = plan_detail::unit_tiles(problem, device);
   if (requested == Algorithm::kStepwise) return plan;
   // An algorithm requested by name takes the variant that kAuto would take of it, if there is one.
-  const auto choose = [&](const auto& variants, bool if_it_pays) {
+  const auto choose = [&](const auto& variants, Algorithm algorithm, bool if_it_pays) {
     for (int i = 0; i < static_cast<int>(std::size(variants)); ++i) {
       const PersistentVariant& v = variants[i];
       GroupGrid grid;
-      if (requested != Algorithm::kAuto && requested != v.algorithm) continue;
+      if (algorithm != Algorithm::kAuto && algorithm != v.algorithm) continue;
       // In IEEE float32 with four gates these variants do not fit a multiprocessor backward. An algorithm
       // requested by name must serve forward and backward.
       const bool only_forward =
@@ -285,8 +283,12 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
     }
   };
   const auto choose_of = [&](const auto& variants) {
-    choose(variants, /*if_it_pays=*/true);
-    if (plan.variant < 0 && requested != Algorithm::kAuto) choose(variants, /*if_it_pays=*/false);
+    const bool any = requested == Algorithm::kAuto;
+    // Values over all units take further exchanges, which are faster in a cluster.
+    const bool cluster_first = any && problem.cell.over_units;
+    choose(variants, cluster_first ? Algorithm::kCluster : requested, /*if_it_pays=*/true);
+    if (plan.variant < 0 && cluster_first) choose(variants, Algorithm::kGrid, /*if_it_pays=*/true);
+    if (plan.variant < 0 && !any) choose(variants, requested, /*if_it_pays=*/false);
   };
   const bool possible = problem.cell.recurrent && problem.element_size <= 4 && problem.hidden > 0 &&
                         problem.batch > 0 && device.compute_capability >= 80;

@@ -666,12 +666,15 @@ class Kernels {
     const int units = Config::kShape.units(), needed = (c_.hidden + units - 1) / units;
     // As the planner: a single block can't send to itself.
     const int group_blocks = Config::kThrough == ExchangeThrough::kCluster ? std::max(needed, 2) : needed;
-    return {group_blocks, (c_.batch + c_.group_rows - 1) / c_.group_rows, c_.group_rows};
+    return {group_blocks, (c_.batch + c_.group_rows - 1) / c_.group_rows, c_.group_rows, nullptr};
   }
 
   template <class Config, class Steps, class Arguments>
   void launch(const Arguments& arguments) const {
-    const GroupGrid groups = grid<Config>();
+    GroupGrid groups = grid<Config>();
+    std::vector<Uint64Pair> row_parts(groups.groups * Config::kShape.row_parts_bytes(groups.group_blocks) /
+                                      sizeof(Uint64Pair));
+    groups.row_parts = row_parts.data();
     const Group group = {c_.hidden, groups.group_blocks, 0, groups.rows};
     const cuda_on_cpu::Grid grid = {groups.groups * groups.group_blocks, Config::kShape.threads(),
                                     kCluster ? groups.group_blocks : 1,
@@ -985,6 +988,11 @@ void check_rows() {
   check<Cell, float, 7, float>({5, 11, 104, 8, true, {}});
   check<Cell, float, 22, bool>({5, 5, 40, 8, false, {}});
   check<Cell, float, 22, bool>({4, 10, 24, 8, true, {}, /*save=*/true, /*from_zeros=*/true});
+  // through L2
+  check<Cell, __half, 6, NoReset>({4, 11, 104, 8, false, {}});
+  check<Cell, __nv_bfloat16, 9, bool>({5, 3, 136, 8, true, {}});
+  check<Cell, float, 16, NoReset>({5, 11, 104, 8, true, {}});
+  check<Cell, float, 18, float>({4, 5, 520, 8, false, {}});
 }
 
 // Where K has one part and several, blocks have fewer units than others, and rows fewer than the kernel

@@ -180,7 +180,9 @@ class SharedStorage {
   __device__ float* sums() const { return base_; }
   __device__ float* scratch() const { return base_ + kScratch + threadIdx.x / 32 * kShape.warp_scratch(); }
   __device__ float* weights() const { return base_ + kWeights + threadIdx.x / 32 * kShape.warp_weights(); }
-  __device__ RowParts& row_parts() const { return *reinterpret_cast<RowParts*>(base_ + kRowParts); }
+  __device__ RowParts row_parts() const {
+    return {reinterpret_cast<char*>(base_ + kRowParts), kShape.most_row_parts()};
+  }
   __device__ float* live_states() const { return base_ + kLiveStates; }
   __device__ char* exchange(int rows) const {
     return reinterpret_cast<char*>(live_states() + rows * kShape.live_states_per_row());

@@ -48,11 +48,11 @@ cudaError_t fill_unwritten(const CellShape& cell, const PerDirection<SequenceBac
   return fill_unwritten(s.grad_gates, s.rows, int64_t{cell.gates} * s.hidden, stream);
 }
 
-// Launches a persistent kernel: a __global__ function or a cudaKernel_t.
+// Launches a persistent kernel: a __global__ function or a cudaKernel_t. `row_parts`: of row_parts_bytes().
 template <template <typename> class Arguments, typename T>
 cudaError_t launch_persistent(const void* kernel, const CellShape& cell,
                               const PerDirection<Arguments<T>>& sequences, const Plan& plan,
-                              cudaStream_t stream) {
+                              cudaStream_t stream, void* row_parts = nullptr) {
   constexpr bool kBackward = std::is_same_v<Arguments<T>, SequenceBackwardArguments<T>>;
   const bool cluster = plan.algorithm == Algorithm::kCluster;
   for (int i = 0; !cluster && i < sequences.count; ++i) {
@@ -61,6 +61,13 @@ cudaError_t launch_persistent(const void* kernel, const CellShape& cell,
   }
   const PersistentShape shape = {cell, variants_of<T>()[plan.variant], sizeof(T), kBackward};
   const Group group = {sequences.of[0].hidden, plan.grid.group_blocks, 0, plan.grid.rows};
+  GroupGrid grid = plan.grid;
+  grid.row_parts = row_parts;
+  if (row_parts) {
+    const int64_t bytes = sequences.count * grid.groups * shape.row_parts_bytes(group.blocks);
+    const cudaError_t error = cudaMemsetAsync(row_parts, 0, bytes, stream);
+    if (error != cudaSuccess) return error;
+  }
   const int shared_bytes = shape.shared_bytes(group);
   const cudaError_t error = set_max_dynamic_shared(kernel, shared_bytes);
   if (error != cudaSuccess) return error;
@@ -73,13 +80,13 @@ cudaError_t launch_persistent(const void* kernel, const CellShape& cell,
     attribute.val.cooperative = 1;
   }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(plan.grid.groups * group.blocks, sequences.count);
+  config.gridDim = dim3(grid.groups * group.blocks, sequences.count);
   config.blockDim = dim3(shape.threads());
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  const void* arguments[] = {&sequences, &plan.grid};
+  const void* arguments[] = {&sequences, &grid};
   return cudaLaunchKernelExC(&config, kernel, const_cast<void**>(arguments));
 }
 #endif

@@ -3,17 +3,18 @@
 #pragma once
 
 #include "recurrence/cell.h"
+#include "recurrence/over_units.h"
 #include "recurrence/persistent/variants.h"
 
 namespace lltm_ext {
 
 constexpr int kBlockThreads = 256;
 constexpr int kBlockWarps = kBlockThreads / 32;
-constexpr int kRowTile = 8;           // rows of the batch in a product
-constexpr int kChunkBytes = 64;       // a warp's step through K, in bytes of a row
-constexpr int kLanesOfUnit = 4;       // lanes that share a unit in a block of one row
-constexpr int kRegisters = 1 << 16;   // registers of a multiprocessor
-constexpr int kRowPartsFloats = 1056;  // of RowParts (units.cuh), in whole lines of shared memory
+constexpr int kRowTile = 8;             // rows of the batch in a product
+constexpr int kChunkBytes = 64;         // a warp's step through K, in bytes of a row
+constexpr int kLanesOfUnit = 4;         // lanes that share a unit in a block of one row
+constexpr int kRegisters = 1 << 16;     // registers of a multiprocessor
+constexpr int kNumberedPartBytes = 32;  // of NumberedPart (units.cuh)
 
 // How the blocks of a group exchange values; kBlock: a block has all units.
 enum class ExchangeThrough { kL2, kCluster, kBlock };
@@ -106,8 +107,19 @@ struct PersistentShape {
 
   constexpr int sum_stride() const { return units() + 4; }  // avoids bank conflicts
   constexpr int partial_sums() const { return k_slices() * outputs() * kRowTile * sum_stride(); }
-  // What the blocks of a row find for a cell whose units read values over all of its units.
-  constexpr int row_parts() const { return cell.over_units ? kRowPartsFloats : 0; }
+  // Of a cell whose units read values over all units of their row: the parts of a row, one for each of its
+  // warps, and the memory for what these find (RowParts in units.cuh), in whole lines of shared memory.
+  constexpr int most_row_parts() const {
+    return through() == ExchangeThrough::kL2 ? most_hidden() / units() : 2 * kMostRowBlocks;
+  }
+  constexpr int row_parts() const {
+    return cell.over_units ? 2 * kRowTile * kRowSlots * most_row_parts() + 32 : 0;
+  }
+  // Memory through which the blocks of a group exchange that.
+  constexpr int64_t row_parts_bytes(int group_blocks) const {
+    const bool needed = cell.over_units && through() == ExchangeThrough::kL2;
+    return needed ? int64_t{2} * kRowTile * group_blocks * kNumberedPartBytes : 0;
+  }
   // If a group may have several tiles, what their rows carry from step to step is in shared memory.
   constexpr int live_states_per_row() const { return variant.any_rows ? cell.live_states() * units() : 0; }
 

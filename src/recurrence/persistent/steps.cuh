@@ -43,7 +43,7 @@ class PersistentSteps {
   static constexpr int kPairs = Config::Tile::kPairsPerThread, kUnits = Config::Tile::kUnits;
   // Of a cell whose units read values over all units of their row.
   static constexpr bool kOverUnits = kIsOverUnits<Cell>;
-  using UnitsPack = Pack<kPairs, kUnits / 2, Config::kThrough == ExchangeThrough::kCluster>;
+  using UnitsPack = Pack<kPairs, kUnits / 2, Config::kThrough>;
   using RowUnits = typename Conditional<kOverUnits, RowOfUnits<UnitsPack>, NoUnits>::type;
 
   __device__ PersistentSteps(const GroupGrid& grid, int batch, int hidden, const Storage& storage)
@@ -194,9 +194,15 @@ class PersistentSteps {
  private:
   __device__ RowUnits units_of_rows(const GroupGrid& grid, const Storage& storage) const {
     if constexpr (kOverUnits) {
-      return {storage.row_parts(), hidden_,
-              grid.group_blocks,   static_cast<int>(blockIdx.x) % grid.group_blocks,
-              map_.pair_row(0),    map_.has_pair(0, hidden_)};
+      const int blocks = grid.group_blocks, block = static_cast<int>(blockIdx.x);
+      const int64_t group = int64_t{blockIdx.y} * grid.groups + block / blocks;
+      return {storage.row_parts(),
+              static_cast<char*>(grid.row_parts) + group * Config::kShape.row_parts_bytes(blocks),
+              hidden_,
+              blocks,
+              block % blocks,
+              map_.pair_row(0),
+              map_.has_pair(0, hidden_)};
     } else {
       return {};
     }

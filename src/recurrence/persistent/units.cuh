@@ -12,12 +12,12 @@
 
 namespace lltm_ext {
 
-// Values of a thread's pairs: 2 * i and 2 * i + 1 are those of its i-th one. `kRowThreads` threads of the
-// block have the pairs of a row, and `kCluster` blocks share the rows.
-template <int kPairs_, int kRowThreads_, bool kCluster_>
+// Values of a thread's pairs: 2 * i and 2 * i + 1 are those of its i-th one. `kRowThreads` threads of a block
+// have the pairs of a row.
+template <int kPairs_, int kRowThreads_, ExchangeThrough kThrough_>
 struct Pack {
   static constexpr int kPairs = kPairs_, kRowThreads = kRowThreads_, kValues = 2 * kPairs;
-  static constexpr bool kCluster = kCluster_;
+  static constexpr ExchangeThrough kThrough = kThrough_;
   float of[kValues];
 
   Pack() = default;
@@ -32,8 +32,8 @@ struct Mask {
   bool of[kValues];
 };
 
-#define LLTM_PACK template <int kPairs, int kRow, bool kCluster>
-#define LLTM_PACK_TYPE Pack<kPairs, kRow, kCluster>
+#define LLTM_PACK template <int kPairs, int kRow, ExchangeThrough kThrough>
+#define LLTM_PACK_TYPE Pack<kPairs, kRow, kThrough>
 #define LLTM_EACH_VALUE _Pragma("unroll") for (int i = 0; i < 2 * kPairs; ++i)
 
 #define LLTM_PACK_BINARY(name, Result, value)                                            \
@@ -173,30 +173,47 @@ struct PackMath {
 
 // What the warps of a row have found, of two calls that alternate: a block that has the values of a call has
 // those of all others, which have read the call before.
-struct RowParts {
-  static constexpr int kMost = 2 * kMostRowBlocks;  // of a row: two warps of each block
-  union Part {
-    float slots[kRowSlots];
-    uint4 all;
-  };
-  Part of[2][kRowTile][kMost];
-  uint64_t barriers[2];
+struct RowPart {
+  float slots[kRowSlots];
+  __device__ uint4& vector() { return *reinterpret_cast<uint4*>(slots); }
 };
-static_assert(sizeof(RowParts) <= 4 * kRowPartsFloats);
+// A block's memory: [2, kRowTile, most parts of a row], behind the barriers of both calls.
+class RowParts {
+ public:
+  __device__ RowParts(char* memory, int most) : barriers_(reinterpret_cast<uint64_t*>(memory)), most_(most) {}
+  __device__ RowPart* of_row(int turn, int row) const {
+    return reinterpret_cast<RowPart*>(barriers_ + 2) + (turn * kRowTile + row) * most_;
+  }
+  __device__ uint64_t* barrier(int turn) const { return barriers_ + turn; }
+
+ private:
+  uint64_t* barriers_;
+  int most_;
+};
+// A part of a row in memory through which the blocks of a grid exchange: a number and the call that it is of.
+struct NumberedPart {
+  Uint64Pair words[kRowSlots / 2];
+};
+static_assert(sizeof(NumberedPart) == kNumberedPartBytes);
 
 // The units of a thread's rows. All warps that have pairs call a function together, since it waits for all.
 // Each adds up the same parts in the same order.
-template <int kPairs, int kRow, bool kCluster>
+template <int kPairs, int kRow, ExchangeThrough kThrough>
 class RowOfUnits<LLTM_PACK_TYPE> {
   using P = LLTM_PACK_TYPE;
   static constexpr int kLanes = kRow < 32 ? kRow : 32, kWarps = kRow / kLanes;  // of a row
-  static constexpr bool kHasParts = kCluster || kWarps > 1;
+  static constexpr bool kCluster = kThrough == ExchangeThrough::kCluster,
+                        kL2 = kThrough == ExchangeThrough::kL2, kHasParts = kCluster || kL2 || kWarps > 1;
+  static_assert(!kL2 || kWarps == 1, "the lanes of a row pass on what they have read to each other");
 
  public:
-  RowOfUnits() = default;
-  // `row`: that of the first pair; `exists`: whether the thread's units do.
-  __device__ RowOfUnits(RowParts& parts, int hidden, int blocks, int block, int row, bool exists)
-      : parts_(&parts),
+  __device__ RowOfUnits() : parts_(nullptr, 0) {}
+  // `through_l2`: memory for the group's blocks, of zeros. `row`: that of the first pair; `exists`: whether
+  // the thread's units do.
+  __device__ RowOfUnits(const RowParts& parts, void* through_l2, int hidden, int blocks, int block, int row,
+                        bool exists)
+      : parts_(parts),
+        numbered_(static_cast<NumberedPart*>(through_l2)),
         hidden_(hidden),
         blocks_(blocks),
         row_(row),
@@ -204,9 +221,9 @@ class RowOfUnits<LLTM_PACK_TYPE> {
         part_(block * kWarps + threadIdx.x / kLanes % kWarps),
         exists_(exists) {
     if (!kCluster || threadIdx.x > 0) return;
-    for (uint64_t& barrier : parts.barriers) {
-      hopper::mbarrier_init(&barrier, 1);
-      hopper::mbarrier_arrive_expect_tx(&barrier, bytes());
+    for (int turn = 0; turn < 2; ++turn) {
+      hopper::mbarrier_init(parts.barrier(turn), 1);
+      hopper::mbarrier_arrive_expect_tx(parts.barrier(turn), bytes());
     }
     hopper::fence_mbarrier_init();
   }
@@ -226,17 +243,17 @@ class RowOfUnits<LLTM_PACK_TYPE> {
   }
   __device__ P per_unit(P sum) const { return sum * P(1.f / static_cast<float>(hidden_)); }
   __device__ P max(P x) const {
+    const auto larger_of = [](float a, float b) { return maximum(a, b); };
     Found found;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      found[i][0] = of_warp(maximum(x.of[2 * i], x.of[2 * i + 1]), -infinity<float>(),
-                            [](float a, float b) { return maximum(a, b); });
+      found[i][0] = of_lanes(exists_ ? maximum(x.of[2 * i], x.of[2 * i + 1]) : -infinity<float>(), larger_of);
     }
     if constexpr (kHasParts) {
-      const RowParts& all = exchanged(found);
+      exchanged<1>(found);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        for (int p = 0; p < parts(); ++p) found[i][0] = maximum(found[i][0], of_row(all, i)[p].slots[0]);
+        found[i][0] = of_parts(i, found[i][0], [](int) { return true; }, larger_of);
       }
     }
 #pragma unroll
@@ -251,37 +268,51 @@ class RowOfUnits<LLTM_PACK_TYPE> {
   using Found = float[kPairs][kRowSlots];  // of the rows
 
   __device__ int parts() const { return kWarps * blocks_; }
-  __device__ uint32_t bytes() const { return kRowTile * parts() * sizeof(RowParts::Part); }
-  __device__ int units_of(int part) const { return min(2 * kLanes, hidden_ - part * 2 * kLanes); }
+  __device__ uint32_t bytes() const { return kRowTile * parts() * sizeof(RowPart); }
+  __device__ int units_of(int part) const { return clamped(hidden_ - part * 2 * kLanes, 0, 2 * kLanes); }
 
   template <class F>
-  __device__ __forceinline__ float of_warp(float x, float neutral, F&& f) const {
-    if (!exists_) x = neutral;
+  __device__ __forceinline__ static float of_lanes(float x, F&& f) {
 #pragma unroll
     for (int d = kLanes / 2; d > 0; d /= 2) x = f(x, __shfl_xor_sync(~0u, x, d));
     return x;
   }
-  __device__ __forceinline__ float sum_of_warp(float x) const {
-    return of_warp(x, 0, [](float a, float b) { return a + b; });
+  __device__ __forceinline__ static float sum_of_lanes(float x) {
+    return of_lanes(x, [](float a, float b) { return a + b; });
+  }
+  __device__ __forceinline__ float sum_of_units(float x) const { return sum_of_lanes(exists_ ? x : 0.f); }
+  // f of slot 0 of the row's parts that are chosen(p).
+  template <class Chosen, class F>
+  __device__ __forceinline__ float of_parts(int i, float x, Chosen&& chosen, F&& f) const {
+    for (int p = lane_; p < parts(); p += kLanes) {
+      if (chosen(p)) x = f(x, of_row(i)[p].slots[0]);
+    }
+    return of_lanes(x, f);
   }
 
   template <int kVariances, int kSums>
   __device__ __forceinline__ void add_up(P* variances, P* sums) const {
     float found[kPairs][2 * kVariances + kSums];
-    const float own = 1.f / static_cast<float>(larger(units_of(part_), 1)),
+    const bool has_units = units_of(part_) > 0;
+    const float share = has_units ? 1.f / static_cast<float>(units_of(part_)) : 0.f,
                 all = 1.f / static_cast<float>(hidden_);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
 #pragma unroll
       for (int v = 0; v < kVariances; ++v) {
-        const float a = variances[v].of[2 * i], b = variances[v].of[2 * i + 1], sum = sum_of_warp(a + b),
-                    mean = sum * own;
-        found[i][2 * v] = sum;
-        found[i][2 * v + 1] = sum_of_warp((a - mean) * (a - mean) + (b - mean) * (b - mean));
+        const float a = variances[v].of[2 * i], b = variances[v].of[2 * i + 1],
+                    first = __shfl_sync(~0u, a, threadIdx.x % 32 - lane_);
+        Distances<float> distances;
+        distances.add(a - first);
+        distances.add(b - first);
+        distances.sum = sum_of_units(distances.sum);
+        distances.squares = sum_of_units(distances.squares);
+        found[i][2 * v] = has_units ? first + distances.sum * share : 0.f;
+        found[i][2 * v + 1] = distances.from_mean(share);
       }
 #pragma unroll
       for (int s = 0; s < kSums; ++s) {
-        found[i][2 * kVariances + s] = sum_of_warp(sums[s].of[2 * i] + sums[s].of[2 * i + 1]);
+        found[i][2 * kVariances + s] = sum_of_units(sums[s].of[2 * i] + sums[s].of[2 * i + 1]);
       }
     }
     if constexpr (kHasParts) {
@@ -303,14 +334,15 @@ class RowOfUnits<LLTM_PACK_TYPE> {
       sent[i / Slots::kCount][i % Slots::kCount] =
           found[i / Slots::kCount][Slots::kFirst + i % Slots::kCount];
     }
-    const RowParts& all = exchanged(sent);
+    exchanged<Slots::kCount>(sent);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const RowParts::Part* const row = of_row(all, i);
+      const RowPart* const row = of_row(i);
       float totals[kRowSlots];
       add_parts<Slots>(
-          parts(), hidden_, [&](int p, int slot) { return row[p].slots[slot]; },
-          [&](int p) { return units_of(p); }, totals);
+          lane_, kLanes, parts(), 1.f / static_cast<float>(hidden_),
+          [&](int p, int slot) { return row[p].slots[slot]; }, [&](int p) { return units_of(p); },
+          [](float x) { return sum_of_lanes(x); }, totals);
 #pragma unroll
       for (int slot = 0; slot < Slots::kCount; ++slot) found[i][Slots::kFirst + slot] = totals[slot];
     }
@@ -334,14 +366,12 @@ class RowOfUnits<LLTM_PACK_TYPE> {
       before[i] = order < 1 ? 0.f : previous;
     }
     if constexpr (kHasParts) {
-      const RowParts& all = exchanged(totals);
+      exchanged<1>(totals);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        float sum = 0;
-        for (int p = 0; p < parts(); ++p) {
-          if (kBack ? p > part_ : p < part_) sum += of_row(all, i)[p].slots[0];
-        }
-        before[i] += sum;
+        before[i] += of_parts(
+            i, 0, [&](int p) { return kBack ? p > part_ : p < part_; },
+            [](float a, float b) { return a + b; });
       }
     }
     P result;
@@ -355,48 +385,104 @@ class RowOfUnits<LLTM_PACK_TYPE> {
   }
 
   __device__ static int row_of(int row, int i) { return row + i * (kBlockThreads / kRow); }
-  __device__ const RowParts::Part* of_row(const RowParts& all, int i) const {
-    return all.of[turn_ ^ 1][row_of(row_, i)];
-  }
+  // The parts of the last call.
+  __device__ const RowPart* of_row(int i) const { return parts_.of_row(calls_ & 1, row_of(row_, i)); }
 
-  // Passes on what a warp of the row has found, and waits for the others.
-  __device__ __forceinline__ const RowParts& exchanged(const Found& found) const {
-    RowParts::Part(&to)[kRowTile][RowParts::kMost] = parts_->of[turn_];
-    RowParts::Part sent[kPairs];
+  // Passes on kCount numbers of what a warp of the row has found, and waits for the others.
+  template <int kCount>
+  __device__ __forceinline__ void exchanged(const Found& found) const {
+    const int turn = ++calls_ & 1;
+    if constexpr (kL2) {
+      send_through_l2<kCount>(turn, found);
+      receive_through_l2<kCount>(turn);
+      return;
+    }
+    RowPart sent[kPairs];
 #pragma unroll
     for (int i = 0; i < kPairs * kRowSlots; ++i) {
       sent[i / kRowSlots].slots[i % kRowSlots] = found[i / kRowSlots][i % kRowSlots];
     }
     if constexpr (kCluster) {
-      uint64_t* const barrier = &parts_->barriers[turn_];
+      uint64_t* const barrier = parts_.barrier(turn);
       if (lane_ < blocks_) {  // a lane for each block
         const uint32_t there = hopper::mapa(barrier, lane_);
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
-          hopper::st_async(hopper::mapa(&to[row_of(row_, i)][part_], lane_), sent[i].all, there);
+          RowPart* const to = parts_.of_row(turn, row_of(row_, i)) + part_;
+          hopper::st_async(hopper::mapa(to, lane_), sent[i].vector(), there);
         }
       }
-      for (int polls = 0; !hopper::mbarrier_try_wait(barrier, phase_); ++polls) {
+      for (int polls = 0; !hopper::mbarrier_try_wait(barrier, (calls_ - 1) >> 1 & 1); ++polls) {
         if (polls == kMaxPolls) trap_on_timeout();
       }
       if (threadIdx.x == 0) hopper::mbarrier_arrive_expect_tx(barrier, bytes());
-      phase_ ^= turn_;
     } else {
       if (lane_ == 0) {
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) to[row_of(row_, i)][part_] = sent[i];
+        for (int i = 0; i < kPairs; ++i) parts_.of_row(turn, row_of(row_, i))[part_] = sent[i];
       }
       bar_sync<kRow>(1 + row_);
     }
-    turn_ ^= 1;
-    return *parts_;
   }
 
-  RowParts* parts_;
+  // Each number is its own flag, since it comes with that of the call.
+  __device__ NumberedPart* numbered(int turn, int i) const {
+    return numbered_ + (turn * kRowTile + row_of(row_, i)) * blocks_;
+  }
+  template <int kCount>
+  __device__ __forceinline__ void send_through_l2(int turn, const Found& found) const {
+    const auto with_number = [&](float x) { return uint64_t{calls_} << 32 | __float_as_uint(x); };
+    if (lane_ > 0) return;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+#pragma unroll
+      for (int w = 0; 2 * w < kCount; ++w) {
+        const Uint64Pair word = {with_number(found[i][2 * w]), with_number(found[i][2 * w + 1])};
+        st_relaxed_gpu(&numbered(turn, i)[part_].words[w], word);
+      }
+    }
+  }
+  template <int kCount>
+  __device__ __forceinline__ void receive_through_l2(int turn) const {
+    constexpr int kWords = (kCount + 1) / 2, kAtOnce = 4;  // loads in flight
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      for (int first = lane_; first < blocks_; first += kAtOnce * kLanes) {
+        Uint64Pair words[kAtOnce][kWords];
+        for (int polls = 0;; ++polls) {
+          bool complete = true;
+#pragma unroll
+          for (int n = 0; n < kAtOnce * kWords; ++n) {
+            const int p = first + n / kWords * kLanes, w = n % kWords;
+            if (p < blocks_) words[n / kWords][w] = ld_relaxed_gpu_u64_pair(&numbered(turn, i)[p].words[w]);
+          }
+#pragma unroll
+          for (int n = 0; n < kAtOnce * kWords; ++n) {
+            const Uint64Pair word = words[n / kWords][n % kWords];
+            if (first + n / kWords * kLanes < blocks_)
+              complete &= word.x >> 32 == calls_ && word.y >> 32 == calls_;
+          }
+          if (complete) break;
+          if (polls == kMaxPolls) trap_on_timeout();
+        }
+#pragma unroll
+        for (int n = 0; n < kAtOnce * kWords; ++n) {
+          const int p = first + n / kWords * kLanes, w = n % kWords;
+          if (p >= blocks_) continue;
+          float* const to = parts_.of_row(turn, row_of(row_, i))[p].slots + 2 * w;
+          to[0] = __uint_as_float(static_cast<unsigned>(words[n / kWords][w].x));
+          to[1] = __uint_as_float(static_cast<unsigned>(words[n / kWords][w].y));
+        }
+      }
+    }
+    __syncwarp();
+  }
+
+  RowParts parts_;
+  NumberedPart* numbered_;
   int hidden_, blocks_, row_, lane_, part_;
   bool exists_;
-  mutable int turn_ = 0;
-  mutable uint32_t phase_ = 0;
+  mutable unsigned calls_ = 0;
 };
 #undef LLTM_PACK
 #undef LLTM_PACK_TYPE

@@ -78,6 +78,7 @@ constexpr int kUnwrittenByte = 0xff;
 // and exchange states; different groups never communicate.
 struct GroupGrid {
   int group_blocks, groups, rows;
+  void* row_parts;  // of zeros, row_parts_bytes() for each group
 };
 
 }  // namespace lltm_ext

@@ -102,10 +102,13 @@ class UnitsOfThreads {
     A found[2 * kVariances + kSums];
 #pragma unroll
     for (int v = 0; v < kVariances; ++v) {
-      const A sum = of_warp(variances[v], add),
-              distance = variances[v] - __shfl_sync(mask(), sum, 0) / static_cast<A>(lanes_);
-      found[2 * v] = sum;
-      found[2 * v + 1] = of_warp(distance * distance, add);
+      const A first = __shfl_sync(mask(), variances[v], 0), share = A(1) / static_cast<A>(lanes_);
+      Distances<A> distances;
+      distances.add(variances[v] - first);
+      distances.sum = of_warp(distances.sum, add);
+      distances.squares = of_warp(distances.squares, add);
+      found[2 * v] = first + distances.sum * share;
+      found[2 * v + 1] = distances.from_mean(share);
     }
 #pragma unroll
     for (int s = 0; s < kSums; ++s) found[2 * kVariances + s] = of_warp(sums[s], add);
@@ -115,8 +118,9 @@ class UnitsOfThreads {
       for (int i = 0; i < Now::kCount; ++i) sent[i] = found[Now::kFirst + i];
       const auto parts = exchanged(sent, 0);
       add_parts<Now>(
-          parts_, units_, [&](int p, int i) { return parts[p][i]; },
-          [&](int p) { return min(32, block_threads_ - p % block_warps_ * 32); }, totals);
+          lane_, lanes_, parts_, A(1) / static_cast<A>(units_), [&](int p, int i) { return parts[p][i]; },
+          [&](int p) { return min(32, block_threads_ - p % block_warps_ * 32); },
+          [&](A x) { return __shfl_sync(mask(), of_warp(x, add), 0); }, totals);
       for (int i = 0; i < Now::kCount; ++i) found[Now::kFirst + i] = totals[i];
     });
 #pragma unroll
