@@ -96,8 +96,8 @@ class Tracer(TorchDispatchMode):
             raise RuntimeError(f"calls units.{name} {UNDER_NO_GRAD}")
         if all(value.op == CONSTANT for value in values):
             raise RuntimeError(
-                f"calls units.{name} on the number {values[0]!r}, which all units share; it takes a value that "
-                "is computed from the arguments"
+                f"calls units.{name} on the number {values[0]!r}, which all units share; it takes a value "
+                "that is computed from the arguments"
             )
         return self.tensor(make(op, *weight, *values))
 

@@ -130,20 +130,30 @@ def text_of(node: Node, names: Names) -> str:
 
 def over_units(nodes: Sequence[Node], names: Names) -> list[str]:
     """The definitions of ops over all units: of sums and variances together."""
-    sums = [node for node in nodes if node.op in ("units_sum", "units_mean")]
     variances = [node for node in nodes if node.op == "units_var"]
-    others = [node for node in nodes if node not in sums and node not in variances]
+    of_variances = [node.args[0] for node in variances]
+    means = [node for node in nodes if node.op == "units_mean" and node.args[0] in of_variances]
+    sums = [node for node in nodes if node.op in ("units_sum", "units_mean") and node not in means]
+    others = [node for node in nodes if node not in (*variances, *means, *sums)]
     lines = [names.definition(node, text_of(node, names)) for node in others]
-    arrays = {names.array(found): found for found in (variances, sums) if found}
-    for array, found in arrays.items():
-        lines.append(f"A {array}[] = {{{', '.join(names(node.args[0]) for node in found)}}};")
+    arrays = []
+    for found in (variances, sums):
+        if found:
+            arrays.append(names.array(found))
+            lines.append(f"A {arrays[-1]}[] = {{{', '.join(names(node.args[0]) for node in found)}}};")
+    if variances:
+        arrays.insert(1, f"means_{arrays[0]}")
+        lines.append(f"A {arrays[1]}[{len(variances)}];")
     if arrays:
         lines.append(f"in.units.{'moments' if variances else 'sums'}({', '.join(arrays)});")
-    for array, found in arrays.items():
-        for i, node in enumerate(found):
-            value = f"{array}[{i}]"
-            is_mean = node.op == "units_mean"
-            lines.append(names.definition(node, f"in.units.per_unit({value})" if is_mean else value))
+    for i, node in enumerate(variances):
+        lines.append(names.definition(node, f"{arrays[0]}[{i}]"))
+    for node in means:
+        lines.append(names.definition(node, f"{arrays[1]}[{of_variances.index(node.args[0])}]"))
+    for i, node in enumerate(sums):
+        value = f"{arrays[-1]}[{i}]"
+        is_mean = node.op == "units_mean"
+        lines.append(names.definition(node, f"in.units.per_unit({value})" if is_mean else value))
     return lines
 
 

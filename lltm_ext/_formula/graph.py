@@ -252,7 +252,7 @@ def units_var_of_all(*values: Tensor) -> Tensor:
 
 def units_var_gradient(g: Node, y: Node, *values: Node) -> tuple[Node, ...]:
     share = 1 / len(values)
-    mean = make("units_mean", added(values)) * share
+    mean = make("units_mean", added(values) * share)
     return tuple((x - mean) * (make("units_mean", g) * (2 * share)) for x in values)
 
 
@@ -359,8 +359,7 @@ OPS = {
         lambda g, y, x: (make("units_mean", g),),
         NEVER,
     ),
-    # The mean square of what differs from the mean. Without the mean of (x - mean) * (x - mean), which waits for
-    # another mean, and so takes a kernel twice as long.
+    # The mean of (x - mean) * (x - mean), for which kernels do not wait for the mean first.
     "units_var": Op(
         "in.units.var({0})",
         lambda x: x.var(-1, correction=0, keepdim=True).expand_as(x),
@@ -431,7 +430,7 @@ def for_kernels(nodes: Sequence[Node]) -> list[Node]:
 
 
 def levels(nodes: Iterable[Node], ops: Collection[str], known: Collection[Node] = ()) -> dict[Node, int]:
-    """The most of such ops on a path to each node and its ancestors, itself included, behind `known` nodes."""
+    """The most of such ops on a path to each node and its ancestors, itself included, after `known` nodes."""
     found: dict[Node, int] = {}
     for node in ancestors(nodes, known):
         args = () if node in known else node.args

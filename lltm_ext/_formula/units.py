@@ -60,7 +60,7 @@ class Units:
     def mean(self, values: Any) -> Tensor:
         """Their mean."""
         values = listed(values)
-        return self._over_units("units_mean", added(values)) * (1 / len(values))
+        return self._over_units("units_mean", added(values) * (1 / len(values)))
 
     def var(self, values: Any) -> Tensor:
         """Their variance, without Bessel's correction, as norms have it."""

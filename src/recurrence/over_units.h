@@ -10,7 +10,7 @@ constexpr int kMostRowBlocks = 8;  // of a cluster that has a row
 
 // The threads of a row exchange so many numbers at once: of each variance the mean of a part of the row and
 // the sum of the squares of the distances from it; then sums.
-constexpr int kRowSlots = 4;
+constexpr int kRowSlots = 8;
 template <int kFirst_, int kVariances_, int kSums_>
 struct Slots {
   static constexpr int kFirst = kFirst_, kVariances = kVariances_, kCount = 2 * kVariances_ + kSums_;
@@ -55,6 +55,7 @@ LLTM_HOST_DEVICE void add_parts(int first, int stride, int parts, A share, Part&
   for (int v = 0; v < Slots::kVariances; ++v) {
     distances[v].sum = sum_of_lanes(distances[v].sum);
     distances[v].squares = sum_of_lanes(distances[v].squares);
+    totals[2 * v] = part(0, 2 * v) + distances[v].sum * share;
     totals[2 * v + 1] = distances[v].from_mean(share);
   }
   for (int i = 2 * Slots::kVariances; i < Slots::kCount; ++i) totals[i] = sum_of_lanes(totals[i]);

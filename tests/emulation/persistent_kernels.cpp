@@ -42,12 +42,12 @@ class RowOfUnits<double> {
     for (double& x : sums) x = found(x, 0, hidden_);
   }
   template <int kVariances>
-  void moments(double (&variances)[kVariances]) const {
-    for (double& x : variances) x = variance(x);
+  void moments(double (&variances)[kVariances], double (&means)[kVariances]) const {
+    for (int v = 0; v < kVariances; ++v) set_moments(variances[v], means[v]);
   }
   template <int kVariances, int kSums>
-  void moments(double (&variances)[kVariances], double (&sums)[kSums]) const {
-    moments(variances);
+  void moments(double (&variances)[kVariances], double (&means)[kVariances], double (&sums)[kSums]) const {
+    moments(variances, means);
     this->sums(sums);
   }
   double per_unit(double sum) const { return sum / hidden_; }
@@ -65,13 +65,12 @@ class RowOfUnits<double> {
     values[unit_] = x;
     return next_++ < calls_->known ? &values : nullptr;
   }
-  double variance(double x) const {
+  // Replaces x by the variance of the units' x.
+  void set_moments(double& x, double& mean) const {
     const std::vector<double>* const values = given(x);
-    if (!values) return 1;
-    const double mean = std::accumulate(values->begin(), values->end(), 0.) / hidden_;
-    double squares = 0;
-    for (const double value : *values) squares += (value - mean) * (value - mean);
-    return squares / hidden_;
+    mean = values ? std::accumulate(values->begin(), values->end(), 0.) / hidden_ : 1;
+    x = values ? 0 : 1;
+    for (int i = 0; values && i < hidden_; ++i) x += ((*values)[i] - mean) * ((*values)[i] - mean) / hidden_;
   }
   double found(double x, int begin, int end) const {
     const std::vector<double>* const values = given(x);

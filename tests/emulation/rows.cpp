@@ -29,12 +29,14 @@ std::vector<Found<A>> found(const std::vector<A>& x, const RowOfThreads& row) {
     const int block = static_cast<int>(blockIdx.x), j = block * row.threads + static_cast<int>(threadIdx.x);
     const RowOfUnits<A> units(memory, row, block);
     Found<A>& f = results[j];
-    A variances[] = {x[j], 2 * x[j], x[j] + 1000}, sums[] = {x[j], 3 * x[j]}, alone[] = {x[j]};
-    units.moments(variances, sums);
+    A variances[] = {x[j], 2 * x[j], x[j] + 1000}, means[3], alone[] = {x[j]};
+    A sums[] = {x[j], 0, 0, 3 * x[j]};
+    units.moments(variances, means, sums);
     units.sums(alone);
-    f = {sums[0], units.max(x[j]), units.cumsum(x[j]), units.cumsum_back(x[j]), units.per_unit(sums[1]) / 3};
+    f = {sums[0], units.max(x[j]), units.cumsum(x[j]), units.cumsum_back(x[j]), units.per_unit(sums[3]) / 3};
     std::copy_n(variances, 3, f.variances);
-    if (alone[0] != sums[0]) f.sum = -infinity<A>();
+    const bool is_mean = std::abs(means[1] - 2 * f.mean) <= std::abs(f.mean) * A(1e-5);
+    if (alone[0] != sums[0] || !is_mean) f.sum = -infinity<A>();
   });
   return results;
 }

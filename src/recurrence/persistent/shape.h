@@ -14,7 +14,7 @@ constexpr int kRowTile = 8;             // rows of the batch in a product
 constexpr int kChunkBytes = 64;         // a warp's step through K, in bytes of a row
 constexpr int kLanesOfUnit = 4;         // lanes that share a unit in a block of one row
 constexpr int kRegisters = 1 << 16;     // registers of a multiprocessor
-constexpr int kNumberedPartBytes = 32;  // of NumberedPart (units.cuh)
+constexpr int kNumberedPartBytes = 64;  // of NumberedPart (units.cuh)
 
 // How the blocks of a group exchange values; kBlock: a block has all units.
 enum class ExchangeThrough { kL2, kCluster, kBlock };
@@ -113,7 +113,8 @@ struct PersistentShape {
     return through() == ExchangeThrough::kL2 ? most_hidden() / units() : 2 * kMostRowBlocks;
   }
   constexpr int row_parts() const {
-    return cell.over_units ? 2 * kRowTile * kRowSlots * most_row_parts() + 32 : 0;
+    const int turns = through() == ExchangeThrough::kL2 ? 1 : 2;
+    return cell.over_units ? turns * kRowTile * kRowSlots * most_row_parts() + 32 : 0;
   }
   // Memory through which the blocks of a group exchange that.
   constexpr int64_t row_parts_bytes(int group_blocks) const {

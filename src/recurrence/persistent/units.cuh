@@ -175,9 +175,10 @@ struct PackMath {
 // those of all others, which have read the call before.
 struct RowPart {
   float slots[kRowSlots];
-  __device__ uint4& vector() { return *reinterpret_cast<uint4*>(slots); }
+  __device__ uint4* vectors() { return reinterpret_cast<uint4*>(slots); }
 };
-// A block's memory: [2, kRowTile, most parts of a row], behind the barriers of both calls.
+// A block's memory: [2, kRowTile, most parts of a row], behind the barriers of both calls. Through L2 only
+// the lanes of a row use it, so calls need not take turns.
 class RowParts {
  public:
   __device__ RowParts(char* memory, int most) : barriers_(reinterpret_cast<uint64_t*>(memory)), most_(most) {}
@@ -223,23 +224,22 @@ class RowOfUnits<LLTM_PACK_TYPE> {
     if (!kCluster || threadIdx.x > 0) return;
     for (int turn = 0; turn < 2; ++turn) {
       hopper::mbarrier_init(parts.barrier(turn), 1);
-      hopper::mbarrier_arrive_expect_tx(parts.barrier(turn), bytes());
     }
     hopper::fence_mbarrier_init();
   }
 
-  // These replace values by what all units have of them.
+  // These replace values by their sums over all units, or by their variances.
   template <int kSums>
   __device__ void sums(P (&sums)[kSums]) const {
-    add_up<0, kSums>(nullptr, sums);
+    add_up<0, kSums>(nullptr, nullptr, sums);
   }
   template <int kVariances>
-  __device__ void moments(P (&variances)[kVariances]) const {
-    add_up<kVariances, 0>(variances, nullptr);
+  __device__ void moments(P (&variances)[kVariances], P (&means)[kVariances]) const {
+    add_up<kVariances, 0>(variances, means, nullptr);
   }
   template <int kVariances, int kSums>
-  __device__ void moments(P (&variances)[kVariances], P (&sums)[kSums]) const {
-    add_up<kVariances, kSums>(variances, sums);
+  __device__ void moments(P (&variances)[kVariances], P (&means)[kVariances], P (&sums)[kSums]) const {
+    add_up<kVariances, kSums>(variances, means, sums);
   }
   __device__ P per_unit(P sum) const { return sum * P(1.f / static_cast<float>(hidden_)); }
   __device__ P max(P x) const {
@@ -268,7 +268,6 @@ class RowOfUnits<LLTM_PACK_TYPE> {
   using Found = float[kPairs][kRowSlots];  // of the rows
 
   __device__ int parts() const { return kWarps * blocks_; }
-  __device__ uint32_t bytes() const { return kRowTile * parts() * sizeof(RowPart); }
   __device__ int units_of(int part) const { return clamped(hidden_ - part * 2 * kLanes, 0, 2 * kLanes); }
 
   template <class F>
@@ -291,7 +290,7 @@ class RowOfUnits<LLTM_PACK_TYPE> {
   }
 
   template <int kVariances, int kSums>
-  __device__ __forceinline__ void add_up(P* variances, P* sums) const {
+  __device__ __forceinline__ void add_up(P* variances, P* means, P* sums) const {
     float found[kPairs][2 * kVariances + kSums];
     const bool has_units = units_of(part_) > 0;
     const float share = has_units ? 1.f / static_cast<float>(units_of(part_)) : 0.f,
@@ -321,7 +320,10 @@ class RowOfUnits<LLTM_PACK_TYPE> {
 #pragma unroll
     for (int i = 0; i < 2 * kPairs; ++i) {
 #pragma unroll
-      for (int v = 0; v < kVariances; ++v) variances[v].of[i] = found[i / 2][2 * v + 1] * all;
+      for (int v = 0; v < kVariances; ++v) {
+        means[v].of[i] = found[i / 2][2 * v];
+        variances[v].of[i] = found[i / 2][2 * v + 1] * all;
+      }
 #pragma unroll
       for (int s = 0; s < kSums; ++s) sums[s].of[i] = found[i / 2][2 * kVariances + s];
     }
@@ -386,7 +388,9 @@ class RowOfUnits<LLTM_PACK_TYPE> {
 
   __device__ static int row_of(int row, int i) { return row + i * (kBlockThreads / kRow); }
   // The parts of the last call.
-  __device__ const RowPart* of_row(int i) const { return parts_.of_row(calls_ & 1, row_of(row_, i)); }
+  __device__ const RowPart* of_row(int i) const {
+    return parts_.of_row(kL2 ? 0 : calls_ & 1, row_of(row_, i));
+  }
 
   // Passes on kCount numbers of what a warp of the row has found, and waits for the others.
   template <int kCount>
@@ -403,19 +407,23 @@ class RowOfUnits<LLTM_PACK_TYPE> {
       sent[i / kRowSlots].slots[i % kRowSlots] = found[i / kRowSlots][i % kRowSlots];
     }
     if constexpr (kCluster) {
+      constexpr int kVectors = (kCount + 3) / 4;
       uint64_t* const barrier = parts_.barrier(turn);
+      if (threadIdx.x == 0) {
+        hopper::mbarrier_arrive_expect_tx(barrier, kRowTile * parts() * kVectors * sizeof(uint4));
+      }
       if (lane_ < blocks_) {  // a lane for each block
         const uint32_t there = hopper::mapa(barrier, lane_);
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-          RowPart* const to = parts_.of_row(turn, row_of(row_, i)) + part_;
-          hopper::st_async(hopper::mapa(to, lane_), sent[i].vector(), there);
+        for (int i = 0; i < kPairs * kVectors; ++i) {
+          RowPart* const to = parts_.of_row(turn, row_of(row_, i / kVectors)) + part_;
+          hopper::st_async(hopper::mapa(to->vectors() + i % kVectors, lane_),
+                           sent[i / kVectors].vectors()[i % kVectors], there);
         }
       }
       for (int polls = 0; !hopper::mbarrier_try_wait(barrier, (calls_ - 1) >> 1 & 1); ++polls) {
         if (polls == kMaxPolls) trap_on_timeout();
       }
-      if (threadIdx.x == 0) hopper::mbarrier_arrive_expect_tx(barrier, bytes());
     } else {
       if (lane_ == 0) {
 #pragma unroll
@@ -444,7 +452,8 @@ class RowOfUnits<LLTM_PACK_TYPE> {
   }
   template <int kCount>
   __device__ __forceinline__ void receive_through_l2(int turn) const {
-    constexpr int kWords = (kCount + 1) / 2, kAtOnce = 4;  // loads in flight
+    constexpr int kWords = (kCount + 1) / 2, kAtOnce = kWords > 1 ? 2 : 4;  // parts whose loads are in flight
+    __syncwarp();  // the lanes have read those of the last call
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       for (int first = lane_; first < blocks_; first += kAtOnce * kLanes) {
@@ -469,7 +478,7 @@ class RowOfUnits<LLTM_PACK_TYPE> {
         for (int n = 0; n < kAtOnce * kWords; ++n) {
           const int p = first + n / kWords * kLanes, w = n % kWords;
           if (p >= blocks_) continue;
-          float* const to = parts_.of_row(turn, row_of(row_, i))[p].slots + 2 * w;
+          float* const to = parts_.of_row(0, row_of(row_, i))[p].slots + 2 * w;
           to[0] = __uint_as_float(static_cast<unsigned>(words[n / kWords][w].x));
           to[1] = __uint_as_float(static_cast<unsigned>(words[n / kWords][w].y));
         }

@@ -46,18 +46,18 @@ class UnitsOfThreads {
     }
   }
 
-  // These replace values by what all units have of them.
+  // These replace values by their sums over all units, or by their variances.
   template <int kSums>
   __device__ void sums(A (&sums)[kSums]) const {
-    add_up<0, kSums>(nullptr, sums);
+    add_up<0, kSums>(nullptr, nullptr, sums);
   }
   template <int kVariances>
-  __device__ void moments(A (&variances)[kVariances]) const {
-    add_up<kVariances, 0>(variances, nullptr);
+  __device__ void moments(A (&variances)[kVariances], A (&means)[kVariances]) const {
+    add_up<kVariances, 0>(variances, means, nullptr);
   }
   template <int kVariances, int kSums>
-  __device__ void moments(A (&variances)[kVariances], A (&sums)[kSums]) const {
-    add_up<kVariances, kSums>(variances, sums);
+  __device__ void moments(A (&variances)[kVariances], A (&means)[kVariances], A (&sums)[kSums]) const {
+    add_up<kVariances, kSums>(variances, means, sums);
   }
   __device__ A per_unit(A sum) const { return sum / static_cast<A>(units_); }
   __device__ A max(A x) const {
@@ -97,7 +97,7 @@ class UnitsOfThreads {
   __device__ unsigned mask() const { return ~0u >> (32 - lanes_); }
 
   template <int kVariances, int kSums>
-  __device__ void add_up(A* variances, A* sums) const {
+  __device__ void add_up(A* variances, A* means, A* sums) const {
     const auto add = [](A a, A b) { return a + b; };
     A found[2 * kVariances + kSums];
 #pragma unroll
@@ -124,7 +124,10 @@ class UnitsOfThreads {
       for (int i = 0; i < Now::kCount; ++i) found[Now::kFirst + i] = totals[i];
     });
 #pragma unroll
-    for (int v = 0; v < kVariances; ++v) variances[v] = per_unit(found[2 * v + 1]);
+    for (int v = 0; v < kVariances; ++v) {
+      means[v] = found[2 * v];
+      variances[v] = per_unit(found[2 * v + 1]);
+    }
 #pragma unroll
     for (int s = 0; s < kSums; ++s) sums[s] = found[2 * kVariances + s];
   }
