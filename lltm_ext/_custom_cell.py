@@ -107,12 +107,8 @@ def op_arguments(cell: RecurrentCell, call: SequenceCall) -> tuple[Tensor | None
     if reset is not None and reset.dtype != torch.bool:
         reset = reset.detach().to(compute_dtype(input.dtype))
     own = cell.recurrent_gates
-    if (
-        weight_hh is not None
-        and not cell.has_own_weights
-        and (len(own) < cell.gates or weight_hh.shape[0] != cell.gates * weight_hh.shape[-1])
-    ):
-        weight_hh = of_all_gates(weight_hh, own, cell.gates)
+    if weight_hh is not None and not cell.has_own_weights and len(own) < cell.gates:
+        weight_hh = expand_gates(weight_hh, own, cell.gates)
     return (
         input,
         states[0],
@@ -140,15 +136,6 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0].unsqueeze(0)
 
 
-def of_all_gates(weight: Tensor, own: list[int], gates: int) -> Tensor:
-    """[G*H, H] of a weight_hh. Other shapes stay as they are, and the op refuses them."""
-    rows, size = weight.shape if weight.dim() == 2 else (0, 0)
-    hidden = rows // len(own)
-    if 0 < size < hidden and hidden % size == 0:
-        weight = expand_blocks(weight, hidden // size)
-    return weight if len(own) == gates else expand_gates(weight, own, gates)
-
-
 def expand_gates(weight: Tensor, own: list[int], gates: int) -> Tensor:
     """[G*H, H] of the rows of its ``own`` gates: zeros for the others. torch.jit.script compiles it."""
     blocks = list(weight.chunk(len(own)))
@@ -157,7 +144,7 @@ def expand_gates(weight: Tensor, own: list[int], gates: int) -> Tensor:
 
 
 def expand_blocks(weight: Tensor, heads: int) -> Tensor:
-    """[G*H, H] of a block-diagonal [G*H, H/heads]. torch.jit.script compiles it."""
+    """[G*H, H] of a block-diagonal [G*H, H/heads]."""
     size = weight.shape[1]
     blocks = weight.view(-1, heads, size, 1, size)
     diagonal = torch.eye(heads, device=weight.device, dtype=weight.dtype)[:, None, :, None]

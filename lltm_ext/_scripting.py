@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lltm_ext._custom_cell import expand_blocks as expand_blocks  # for LAYER
 from lltm_ext._custom_cell import expand_gates as expand_gates
 
 LAYER = """\
@@ -61,13 +60,12 @@ def with_class(module: nn.Module, cls: type, attributes: dict[str, Any] | None =
 
 def scriptable_layer(layer: Any, forward: Callable[..., Any]) -> nn.Module:
     """:func:`scriptable` of a layer. Its text has the names of the layer's parameters and step inputs."""
-    cell, count, heads = layer._cell, len(layer._cell.state_names), getattr(layer, "heads", 1)
+    cell, count = layer._cell, len(layer._cell.state_names)
     own_gates = cell.recurrent_gates
 
     def of_slice(end: str) -> str:
         names = ("weight_ih", "weight_hh", "bias")
         ih, hh, bias = (f"self.{n}{end}" if hasattr(layer, n + end) else "None" for n in names)
-        hh = f"expand_blocks({hh}, {heads})" if heads > 1 else hh
         if 0 < len(own_gates) < cell.gates:
             hh = f"expand_gates({hh}, {own_gates}, {cell.gates})"
         own = ", ".join(f"self.{name}{end}" for name in cell.parameters)

@@ -31,7 +31,7 @@ from lltm_ext._arguments import (
 from lltm_ext._custom_cell import (
     algorithm_of,
     expand_blocks,
-    of_all_gates,
+    expand_gates,
     of_each_unit,
     run_both_by_kernels,
     run_kernels,
@@ -517,7 +517,10 @@ class RecurrentCell:
                     f"{hidden}, got {list(x.shape)}"
                 )
         blocks = [in_blocks(weights[name], *size) for name, size in self.weights.items()]
-        return torch.cat([of_all_gates(weight_hh, self.recurrent_gates, self.gates), *blocks])
+        own = self.recurrent_gates
+        of_gates = in_blocks(weight_hh, len(own), 1)
+        of_gates = of_gates if len(own) == self.gates else expand_gates(of_gates, own, self.gates)
+        return torch.cat([of_gates, *blocks])
 
     @property
     def rows_of_products(self) -> int:

@@ -312,11 +312,12 @@ class Example:
         reset=None,
         reset_to="zeros",
         device="cpu",
+        heads=1,
     ):
         self.cell, self.dtype, self.sizes, self.reset_to = cell, dtype, sizes, reset_to
         self.of_function = CELLS[cell.__name__] if cell.function is None else cell
         batch, steps = (batch, (length, batch)) if sizes is None else (sizes[0], (sum(sizes),))
-        self.call = arguments_of(cell, Make(dtype, device), steps, batch, hidden, input_size, bias)
+        self.call = arguments_of(cell, Make(dtype, device), steps, batch, hidden, input_size, bias, heads)
         shapes = [(*steps, hidden), steps]  # one for each unit, and one for all of them
         self.inputs = [torch.rand(shapes[i % 2], device=device) for i in range(len(cell.inputs))]
         self.reset = None

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 import lltm_ext
 from lltm_ext import _layers
 from lltm_ext._arguments import SequenceCall
-from lltm_ext._custom_cell import of_all_gates
+from lltm_ext._custom_cell import expand_gates
 from lltm_ext._loop import run_loop
 from lltm_ext.recurrence import run, with_states
 
@@ -38,7 +38,7 @@ some_cells = pytest.mark.parametrize(
 
 def by_loop(cell, call, reset_to):
     if cell.recurrent:
-        call = call._replace(weight_hh=of_all_gates(call.weight_hh, cell.recurrent_gates, cell.gates))
+        call = call._replace(weight_hh=expand_gates(call.weight_hh, cell.recurrent_gates, cell.gates))
     return run_loop(cell, with_states(cell, call), to_initial=reset_to == "initial")
 
 

@@ -14,6 +14,7 @@ def source(
     dense: bool = False,
     block_threads: int = 0,
     stage: int = 0,
+    heads: int = 1,
 ) -> str: ...
 def compile(
     program: str,
@@ -30,6 +31,7 @@ def compile(
     dense: bool = False,
     block_threads: int = 0,
     stage: int = 0,
+    heads: int = 1,
 ) -> bytes: ...
 def compilations() -> int: ...
 def add_compiled_cell(arg0: str, arg1: int) -> None: ...

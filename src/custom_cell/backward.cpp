@@ -40,8 +40,19 @@ std::vector<Chunk> chunks_of(const RowsOfSteps& steps, int64_t total_rows, bool 
   return chunks;
 }
 
-// gradient += grad_gates^T @ (the h that each row of the chunk started from: h0 or the previous step's, less
-// what a reset to zeros took of it). Only dense sequences may lack h0, which then is zeros.
+// gradient += grad_gates^T @ h, an undefined gradient being zeros; of heads only the blocks that it has.
+void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, const at::Tensor& grad_gates,
+                            const at::Tensor& h) {
+  const int64_t hidden = h.size(1), size = gradient.defined() ? gradient.size(1) : hidden;
+  if (size == hidden) return matmul.add_weight_gradient(gradient, grad_gates, h);
+  for (int64_t row = 0; row < gradient.size(0); row += size) {
+    at::Tensor block = gradient.narrow(0, row, size);
+    matmul.add_weight_gradient(block, grad_gates.narrow(1, row, size), h.narrow(1, row % hidden, size));
+  }
+}
+
+// The same, with the h that each row of the chunk started from: h0 or the previous step's, less what a reset
+// to zeros took of it. Only dense sequences may lack h0, which then is zeros.
 void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, const at::Tensor& grad_gates,
                             const at::Tensor& output, const at::Tensor& h0, const at::Tensor& reset,
                             const RowsOfSteps& steps, const Chunk& chunk) {
@@ -74,14 +85,14 @@ void add_weight_hh_gradient(const Matmul& matmul, at::Tensor& gradient, const at
     for (const auto& [row, source, source_row, rows] : runs) {
       mask_rows({kept_h, row - first}, {*source, source_row}, {reset, chunk.begin + row}, rows);
     }
-    return matmul.add_weight_gradient(gradient, grad_gates.narrow(0, first, count), kept_h);
+    return add_weight_hh_gradient(matmul, gradient, grad_gates.narrow(0, first, count), kept_h);
   }
   std::vector<at::Tensor> sources;
   for (const Run& run : runs) sources.push_back(run.source->narrow(0, run.source_row, run.rows));
   // A packed sequence has more than two runs; two products are faster than a copy.
-  if (runs.size() > 2) return matmul.add_weight_gradient(gradient, grad_gates, at::cat(sources));
+  if (runs.size() > 2) return add_weight_hh_gradient(matmul, gradient, grad_gates, at::cat(sources));
   for (size_t i = 0; i < runs.size(); ++i) {
-    matmul.add_weight_gradient(gradient, grad_gates.narrow(0, runs[i].row, runs[i].rows), sources[i]);
+    add_weight_hh_gradient(matmul, gradient, grad_gates.narrow(0, runs[i].row, runs[i].rows), sources[i]);
   }
 }
 
@@ -204,13 +215,19 @@ struct DirectionGradients {
     bias = at::Tensor();
   }
 
-  void prepare_for_fused(const UnitTiles& tiles) {
-    if (inputs.weight_hh.defined() && !weight_hh_t.defined()) weight_hh_t = aligned(inputs.weight_hh.t());
+  void prepare_for_fused(const Plan& plan) {
+    const UnitTiles& tiles = plan.tiles;
+    if (inputs.weight_hh.defined()) {
+      const at::Tensor weight = plan.heads > 1 ? inputs.weight_hh : dense_weight_hh();
+      if (!weight_hh_t.defined() || weight_hh_t.size(0) != weight.size(1)) weight_hh_t = aligned(weight.t());
+    }
     if (grad_output && !dense_grad_output.defined()) dense_grad_output = aligned(*grad_output);
     if (tiles.threads == 0) return;
     extend(grad_initial, tiles.tiles * tiles.rows());
     extend(grad_sums, tiles.tiles * grad_h.size(0));
   }
+
+  at::Tensor dense_weight_hh() { return dense_of_heads(inputs.weight_hh, grad_h.size(1)); }
 
   // Adds zeros to the first dimension.
   static void extend(at::Tensor& x, int64_t count) {
@@ -288,7 +305,7 @@ struct Backward {
     // A direction keeps these tensors for its other chunks, so they are allocated on the current stream.
     for (size_t i = 0; i < parts.size(); ++i) {
       const Plan of_one = plan_of(parts.slice(i, 1), /*side_by_side=*/true);
-      if (of_one.is_fused()) parts[i].direction.prepare_for_fused(of_one.tiles);
+      if (of_one.is_fused()) parts[i].direction.prepare_for_fused(of_one);
     }
     run_side_by_side(like, parts.size(),
                      [&](size_t i) { run_steps(parts.slice(i, 1), /*side_by_side=*/true); });
@@ -306,6 +323,7 @@ struct Backward {
     const Matmul matmul(h);
     const OwnProducts own(shape, op.products(), hidden);
     const int stages = op.stages(/*backward=*/true);
+    const at::Tensor weight_hh = direction.dense_weight_hh();
     at::Tensor own_products;
     if (own.any()) own_products = at::empty({batch, shape.products * hidden}, grad_states.options());
     for (size_t k = chunk.last; k-- > chunk.first;) {
@@ -359,11 +377,11 @@ struct Backward {
         launch("recurrence_pointwise_backward", h,
                [&](auto type, auto... stream) { return run_stage(stage, type, stream...); });
         if (stage == stages) break;
-        own.multiply_back(matmul, stage, grad_products.narrow(0, first_row - chunk.begin, n),
-                          direction.inputs.weight_hh, first_rows(own_products, n));
+        own.multiply_back(matmul, stage, grad_products.narrow(0, first_row - chunk.begin, n), weight_hh,
+                          first_rows(own_products, n));
       }
       if (shape.recurrent) {
-        matmul(first_rows(grad_h, n), step_grad_gates, own.of_gates(direction.inputs.weight_hh));
+        matmul(first_rows(grad_h, n), step_grad_gates, own.of_gates(weight_hh));
       } else {
         first_rows(grad_h, n).zero_();
       }
@@ -382,7 +400,7 @@ struct Backward {
     for (const DirectionChunk& part : parts) {
       const DirectionGradients& d = part.direction;
       parameters.push_back(aligned(with_bias(shape, d.parameters, d.bias, sizes.hidden)));
-      part.direction.prepare_for_fused(plan.tiles);
+      part.direction.prepare_for_fused(plan);
       if (!plan.runs_all_steps()) part.direction.write_zeros();
     }
     const auto arguments_of = [&](auto type, size_t i) {
@@ -439,7 +457,7 @@ struct Backward {
       const at::Tensor masks = shape.resets_to_initial ? at::Tensor() : direction.reset;
       const OwnProducts own(shape, op.products(), sizes.hidden);
       at::Tensor& gradient = direction.grad_weight_hh;
-      if (own.any()) gradient = or_zeros(gradient, direction.inputs.weight_hh);
+      if (own.any() || sizes.heads > 1) gradient = or_zeros(gradient, direction.inputs.weight_hh);
       at::Tensor of_gates = own.any() ? own.of_gates(gradient) : gradient;
       add_weight_hh_gradient(matmul, of_gates, grad_gates, direction.output, direction.h0, masks,
                              direction.steps, chunk);

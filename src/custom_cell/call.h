@@ -27,11 +27,12 @@ inline void append(variable_list& to, at::TensorList tensors) {
 
 // The inputs that differ between a layer's directions. An undefined tensor is one that was not given.
 struct Direction {
-  at::Tensor h0, states;            // [B, H]; [S, B, H], or [B, H] of a single state; undefined: zeros
-  at::Tensor weight_ih, weight_hh;  // [G * H, I], undefined: the input is its product; [G * H, H]
-  at::Tensor bias;                  // [G * H]
-  at::Tensor parameters;            // [P, H] or [P * H]
-  at::Tensor step_inputs;           // [T, B, K * H] or [N, K * H]; with K for K * H, the same for all units
+  at::Tensor h0, states;   // [B, H]; [S, B, H], or [B, H] of a single state; undefined: zeros
+  at::Tensor weight_ih;    // [G * H, I], undefined: the input is its product
+  at::Tensor weight_hh;    // [G * H, H] or, of heads, block-diagonal [G * H, H / heads]
+  at::Tensor bias;         // [G * H]
+  at::Tensor parameters;   // [P, H] or [P * H]
+  at::Tensor step_inputs;  // [T, B, K * H] or [N, K * H]; with K for K * H, the same for all units
   at::Tensor reset;    // [T, B] or [N], what a row loses of h and its states before a step: bool, or a number
   at::Tensor bias_hh;  // [G * H], a second bias, as nn.LSTM has
   bool reverse = false;

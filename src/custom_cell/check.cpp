@@ -88,7 +88,12 @@ void check_inputs(const CellOp& cell, const char* op, const CellCall& call, cons
                    "*hidden_size = ", rows, " features, which need none, got ", input.sym_sizes());
   if (shape.recurrent) {
     const int blocks = shape.rows_of_weight_hh();
-    check("weight_hh", d.weight_hh, {blocks * hidden, hidden}, gates_by(blocks, ", hidden_size"));
+    const at::Tensor& weight = d.weight_hh;
+    const bool of_heads = shape.products == 0 && weight.defined() && weight.dim() == 2 &&
+                          weight.sym_size(1) != hidden && weight.sym_size(1) > 0 &&
+                          hidden % weight.sym_size(1) == 0;
+    check("weight_hh", weight, {blocks * hidden, of_heads ? weight.sym_size(1) : hidden},
+          gates_by(blocks, ", hidden_size"));
   }
   check("bias", d.bias, {rows}, gates_by(shape.gates, ""));
   if (d.bias_hh.defined()) check_bias_hh(op, d.bias, d.bias_hh);

@@ -110,8 +110,11 @@ std::string custom_cell_algorithm(const at::Tensor& input, const OptionalTensor&
   if (!backward && takes_single_step(op, call)) return "stepwise";
   const KernelGuard guard(input);
   const SequenceSizes sizes(op.shape(), call);
-  const int64_t hidden = pads_hidden(op, call) ? padded_hidden(sizes.hidden) : sizes.hidden;
-  const Plan plan = plan_for(op, input, sizes.batch, hidden, !batch_sizes, backward, algorithm);
+  const Plan plan =
+      pads_hidden(op, call)
+          ? plan_for(op, input, sizes.batch, padded_hidden(sizes.hidden), !batch_sizes, backward, algorithm)
+          : sizes.plan(op, input, backward, algorithm, /*sequences=*/1, /*side_by_side=*/false,
+                       /*steps=*/0);
   return plan.algorithm == Algorithm::kCluster ? "cluster"
          : plan.algorithm == Algorithm::kGrid  ? "grid"
                                                : "stepwise";
@@ -121,19 +124,20 @@ namespace {
 
 std::string source(const std::string& program, at::ScalarType type, bool backward, int variant,
                    int fused_rows, const std::string& reset, int independent_units, int small_batch,
-                   int single_step_rows, bool on_tensor_cores, bool dense, int block_threads, int stage) {
+                   int single_step_rows, bool on_tensor_cores, bool dense, int block_threads, int stage,
+                   int heads) {
   return CellProgram::get(program).source({type, backward, variant, fused_rows, reset, independent_units,
                                            small_batch, single_step_rows, on_tensor_cores, dense,
-                                           block_threads, stage});
+                                           block_threads, stage, heads});
 }
 
 std::string compile_binary(const std::string& program, at::ScalarType type, bool backward, int variant,
                            const std::string& architecture, int fused_rows, const std::string& reset,
                            int independent_units, int small_batch, int single_step_rows, bool on_tensor_cores,
-                           bool dense, int block_threads, int stage) {
+                           bool dense, int block_threads, int stage, int heads) {
   return compile_cell(CellProgram::get(program),
                       {type, backward, variant, fused_rows, reset, independent_units, small_batch,
-                       single_step_rows, on_tensor_cores, dense, block_threads, stage},
+                       single_step_rows, on_tensor_cores, dense, block_threads, stage, heads},
                       architecture);
 }
 
@@ -184,7 +188,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   const std::string kernel =
       ", int fused_rows=0, str reset='', int independent_units=0, int small_batch=0, "
       "int single_step_rows=0, bool on_tensor_cores=False, bool dense=False, int block_threads=0, "
-      "int stage=0) -> ";
+      "int stage=0, int heads=1) -> ";
   m.def(("custom_cell_source(str program, ScalarType dtype, bool backward, int variant" + kernel + "str")
             .c_str(),
         {});
@@ -207,12 +211,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("reset") = "",
         py::arg("independent_units") = 0, py::arg("small_batch") = 0, py::arg("single_step_rows") = 0,
         py::arg("on_tensor_cores") = false, py::arg("dense") = false, py::arg("block_threads") = 0,
-        py::arg("stage") = 0);
+        py::arg("stage") = 0,
+        py::arg("heads") = 1);
   m.def("compile", torch::wrap_pybind_function(returning_bytes(compile_binary)), py::arg("program"),
         py::arg("dtype"), py::arg("backward"), py::arg("variant"), py::arg("architecture"),
         py::arg("fused_rows") = 0, py::arg("reset") = "", py::arg("independent_units") = 0,
         py::arg("small_batch") = 0, py::arg("single_step_rows") = 0, py::arg("on_tensor_cores") = false,
-        py::arg("dense") = false, py::arg("block_threads") = 0, py::arg("stage") = 0);
+        py::arg("dense") = false, py::arg("block_threads") = 0, py::arg("stage") = 0,
+        py::arg("heads") = 1);
   m.def("compilations", compilations);
   m.def("add_compiled_cell", [](const std::string& name, intptr_t cell) {
     add_compiled_cell(name, *reinterpret_cast<const CompiledCell*>(cell));

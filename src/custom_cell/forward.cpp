@@ -131,7 +131,8 @@ struct Forward {
       // In IEEE float32 cuBLAS multiplies few rows by a transposed view up to six times slower than by a
       // copy. For oneDNN, in TF32, and in half types whose rows are aligned, the copy gains nothing.
       const bool by_view = h.is_cpu() || matmul.tf32() || (h.element_size() == 2 && hidden % 8 == 0);
-      weight_hh_t = by_view ? d.weight_hh.contiguous().t() : d.weight_hh.t().contiguous();
+      const at::Tensor weight = dense_of_heads(d.weight_hh, hidden);
+      weight_hh_t = by_view ? weight.contiguous().t() : weight.t().contiguous();
       products = at::empty({batch, gates * hidden}, states.options());
     }
     const at::Tensor of_gates_t = own.any() ? weight_hh_t.narrow(1, 0, gates * hidden) : weight_hh_t;
@@ -198,7 +199,7 @@ struct Forward {
     std::vector<at::Tensor> weights, h0, states0, states_n, parameters, step_inputs, reset;
     for (size_t i = first; i < first + count; ++i) {
       const Direction& d = call.directions[i];
-      weights.push_back(aligned(d.weight_hh));
+      weights.push_back(aligned(plan.heads > 1 ? d.weight_hh : dense_of_heads(d.weight_hh, sizes.hidden)));
       h0.push_back(aligned(d.h0));
       if (plan.runs_all_steps()) {
         states0.push_back(aligned(d.states));
@@ -334,6 +335,7 @@ bool takes_single_step(const CellOp& op, const CellCall& call) {
   const Direction& d = call.directions[0];
   if (call.directions.size() > 1 || call.batch_sizes || !has_single_step(op.shape())) return false;
   if (!d.weight_ih.defined()) return false;
+  if (d.h0.defined() && d.weight_hh.sym_size(1) != d.h0.sym_size(1)) return false;  // of heads
   if (!input.is_cuda() || input.sym_size(0) != 1 || input.scalar_type() == at::kDouble) return false;
   if (!d.h0.defined() || d.reset.defined() || call.algorithm != "auto") return false;
   if (op.shape().states > 0 && !d.states.defined()) return false;

@@ -48,6 +48,7 @@ class CellOp {
   static bool runs_in_float32(const at::Tensor& input) { return input.is_cpu() && input.element_size() == 2; }
   static bool needs_multiple_of_8(const at::Tensor& input) { return input.is_cuda(); }
   bool zeros_stay() const { return program_.zeros_stay; }
+  bool takes_heads() const { return !compiled_; }
   // The products of a step besides that with h.
   const std::vector<CellProduct>& products() const { return program_.products; }
   int stages(bool backward) const { return program_.stages(backward); }
@@ -102,6 +103,7 @@ class CellOp {
     } else {
       const FusedStepTile& tile = plan.fused_step;
       which.variant = plan.variant;
+      which.heads = plan.heads;
       which.fused_rows = tile.rows;
       if (sequences.of[0].reset) which.reset = sequences.of[0].reset_is_bool ? "bool" : "float";
       const cudaKernel_t kernel = load_cell_kernel(program_, which);

@@ -44,7 +44,7 @@ auto with_type(at::ScalarType type, F&& f) {
 // error; several can still run one after the other.
 inline Plan plan_for(const CellOp& of, const at::Tensor& input, int64_t batch, int64_t hidden, bool dense,
                      bool backward, c10::string_view algorithm, size_t sequences = 1,
-                     bool side_by_side = false, int64_t steps = 0) {
+                     bool side_by_side = false, int64_t steps = 0, int64_t heads = 1) {
   const std::string name = of.name();
   const char* const op = name.c_str();
   const Algorithm wanted = algorithm_named(op, algorithm);
@@ -54,7 +54,7 @@ inline Plan plan_for(const CellOp& of, const at::Tensor& input, int64_t batch, i
   } else {
 #ifdef LLTM_EXT_WITH_CUDA
     const Problem problem = {.cell = of.shape(),
-                             .hidden = hidden,
+                             .hidden = hidden / heads,
                              .batch = batch,
                              .dense = dense,
                              .backward = backward,
@@ -62,7 +62,8 @@ inline Plan plan_for(const CellOp& of, const at::Tensor& input, int64_t batch, i
                              .sequences = static_cast<int>(sequences),
                              .tf32 = allows_tf32(input),
                              .side_by_side = side_by_side,
-                             .steps = steps};
+                             .steps = steps,
+                             .heads = static_cast<int>(heads)};
     check_launch(
         op, with_type(input.scalar_type(), [&](auto type) { return of.plan(type, problem, wanted, plan); }));
     // The table of a packed sequence's rows is copied from the host, which a captured graph would not repeat.
@@ -76,23 +77,30 @@ inline Plan plan_for(const CellOp& of, const at::Tensor& input, int64_t batch, i
     }
 #endif
   }
-  TORCH_CHECK(plan.why_not.empty() || sequences > 1, op, ": algorithm '", algorithm, "' ", plan.why_not,
-              " (algorithm 'auto' runs everything)");
+  TORCH_CHECK(plan.why_not.empty() || sequences > 1 || heads > 1, op, ": algorithm '", algorithm, "' ",
+              plan.why_not, " (algorithm 'auto' runs everything)");
   return plan;
 }
 
 // The sizes of a sequence, the same for all directions of a layer.
 struct SequenceSizes {
-  int64_t length, batch, hidden;
+  int64_t length, batch, hidden, heads;
   at::OptionalIntArrayRef batch_sizes;
 
   SequenceSizes(const CellShape& shape, const CellCall& call)
       : length(length_of(call.input, call.batch_sizes)),
         batch(call.batch_sizes ? packed_batch_of(call.directions[0], *call.batch_sizes) : call.input.size(1)),
         hidden(hidden_of(shape, call.input, call.directions[0])),
+        heads(shape.recurrent && hidden > 0 ? hidden / call.directions[0].weight_hh.size(1) : 1),
         batch_sizes(call.batch_sizes) {}
+  // Heads run side by side in persistent kernels. All other kernels take dense weights (dense_of_heads).
   Plan plan(const CellOp& op, const at::Tensor& like, bool backward, c10::string_view algorithm,
             size_t sequences, bool side_by_side, int64_t steps) const {
+    if (heads > 1 && op.takes_heads()) {
+      const Plan of_heads = plan_for(op, like, batch, hidden, !batch_sizes, backward, algorithm, sequences,
+                                     side_by_side, steps, heads);
+      if (of_heads.runs_all_steps()) return of_heads;
+    }
     return plan_for(op, like, batch, hidden, !batch_sizes, backward, algorithm, sequences, side_by_side,
                     steps);
   }
@@ -123,6 +131,17 @@ struct SequenceSizes {
             first_rows.defined() ? first_rows.const_data_ptr<int64_t>() : nullptr};
   }
 };
+
+// [G * H, H] of block-diagonal [G * H, H / heads], with zeros between the blocks.
+inline at::Tensor dense_of_heads(const at::Tensor& weight, int64_t hidden) {
+  if (!weight.defined() || weight.size(1) == hidden) return weight;
+  const int64_t rows = weight.size(0), size = weight.size(1);
+  const at::Tensor dense = at::zeros({rows, hidden}, weight.options());
+  for (int64_t row = 0; row < rows; row += size) {
+    dense.narrow(0, row, size).narrow(1, row % hidden, size).copy_(weight.narrow(0, row, size));
+  }
+  return dense;
+}
 
 // The first row of each step of a packed sequence, on the device of `like`.
 inline at::Tensor first_rows_on(const at::Tensor& like, at::OptionalIntArrayRef batch_sizes) {

@@ -37,6 +37,7 @@ inline bool pads_hidden(const CellOp& op, const CellCall& call) {
   if (is_multiple_of_8(weight_hh) || !input.defined() || !op.needs_multiple_of_8(input)) return false;
   if (call.algorithm == "stepwise" || input.scalar_type() == at::kDouble) return false;
   if (!op.shape().recurrent || !op.zeros_stay()) return false;
+  if (weight_hh.sym_size(0) != op.shape().gates * weight_hh.sym_size(1)) return false;  // of heads
   if (call.algorithm != "auto") return true;
   if (call.batch_sizes) return static_cast<int64_t>(call.batch_sizes->size()) >= kLeastSteps;
   const auto length = input.sym_size(0).maybe_as_int();

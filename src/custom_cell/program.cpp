@@ -54,9 +54,11 @@ KernelText text_of(const CellKernel& kernel, const CellShape& shape, bool ends_i
                      ">>(args, step, tile)")};
   }
   if (kernel.is_persistent()) {
+    const std::string reset = kernel.reset.empty() && kernel.heads > 1 ? "NoReset" : kernel.reset,
+                      heads = kernel.heads > 1 ? c10::str(", ", kernel.heads) : "";
     const std::string config =
         c10::str("PersistentConfig<Cell, T, ", kernel.variant, ", ", kernel.backward ? "true" : "false",
-                 kernel.reset.empty() ? "" : ", ", kernel.reset, ">");
+                 reset.empty() ? "" : ", ", reset, heads, ">");
     return {kernel.backward ? "persistent/backward.cuh" : "persistent/forward.cuh",
             c10::str("const __grid_constant__ PerDirection<Sequence", direction,
                      "Arguments<T>> sequences, const GroupGrid grid"),

@@ -23,6 +23,7 @@ struct Plan {
   SmallBatchTile small_batch = {};  // for kStepwise only
   bool independent = false;  // for kStepwise only: one kernel runs all steps of a cell without a product
   UnitTiles tiles = {};      // for these cells
+  int heads = 1;             // that a persistent kernel runs side by side, each with its block of the weights
   std::string why_not;       // why the requested algorithm can't run
 
   bool is_fused() const { return runs_all_steps() || fused_step.split_k > 0 || small_batch.rows > 0; }
@@ -40,6 +41,7 @@ struct Problem {
   bool tf32 = false;          // float32 operands may be rounded to TF32
   bool side_by_side = false;  // another such sequence runs on another stream
   int64_t steps = 0;          // that one launch runs
+  int heads = 1;              // into which the product with h is divided; `hidden` is that of a head
 };
 
 namespace plan_detail {
@@ -56,6 +58,7 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   const int units = shape.units();
   if (v.on_hopper_only && !device.has_sm90a) return false;
   if (p.cell.over_units && (v.any_rows || v.row_per_block)) return false;
+  if (p.heads > 1 && (p.cell.over_units || v.row_per_block)) return false;
   if (v.tf32 && !p.tf32) return false;
   if (p.hidden > shape.most_hidden()) return false;
   if (!v.row_per_block && p.hidden % 8 != 0) return false;
@@ -66,7 +69,7 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   // A single block can't send to itself through distributed shared memory, so it gets an idle neighbor.
   if (shape.through() == ExchangeThrough::kCluster) grid.group_blocks = std::max(grid.group_blocks, 2);
   if (cluster && (grid.group_blocks > kMostClusterBlocks || device.compute_capability < 90)) return false;
-  const int resident = multiprocessors(grid, v, device) / (p.sequences * grid.group_blocks);
+  const int resident = multiprocessors(grid, v, device) / (p.sequences * p.heads * grid.group_blocks);
   if (resident == 0) return false;
   int64_t rows = ceil_div(p.batch, resident);
   if (rows > shape.row_tile()) {
@@ -104,10 +107,10 @@ inline int most_row_tiles_of_grid(const PersistentVariant& v, const Problem& p, 
 // waves, or of row tiles per group. For several sequences: whether it beats running them apart.
 inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
-  const int64_t rows = p.sequences * p.batch;
+  const int64_t side_by_side = int64_t{p.sequences} * p.heads, rows = side_by_side * p.batch;
   // A step of a loop takes a product and a kernel that waits for it, as long as eight waves.
   if (p.cell.over_units) {
-    return p.sequences * grid.groups <= 8 * (multiprocessors(grid, v, device) / grid.group_blocks);
+    return side_by_side * grid.groups <= 8 * (multiprocessors(grid, v, device) / grid.group_blocks);
   }
   if (v.row_per_block) {  // with more rows, blocks of several rows are faster
     const int64_t rows_each = ceil_div(rows, device.multiprocessors);
@@ -124,8 +127,9 @@ inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceI
     // blocks are for the hidden sizes that the smaller ones do not hold.
     const int until_fused_steps = v.chunks <= 4 ? 7 : p.hidden > 256 ? 4 : 0;
     const int several_blocks = one_wave ? 1 : fused_step.split_k == 0 ? 9 : until_fused_steps;
-    const int waves = grid.group_blocks == 1 ? 9 : several_blocks;
-    return p.sequences * grid.groups <= waves * (multiprocessors(grid, v, device) / grid.group_blocks);
+    // Without heads, the same products would be as many times larger.
+    const int waves = grid.group_blocks == 1 || p.heads > 1 ? 9 : several_blocks;
+    return side_by_side * grid.groups <= waves * (multiprocessors(grid, v, device) / grid.group_blocks);
   }
   if (v.tf32 && v.chunks == 1) return rows <= 96;  // clusters are faster with more rows
   // Two sequences take a second row tile only at hidden sizes that are too large for clusters.
@@ -178,14 +182,16 @@ inline FusedStepTile fused_backward_tile(const Problem& p, const DeviceInfo& dev
 inline FusedStepTile fused_step_tile(const Problem& p, const DeviceInfo& device) {
   if (!device.has_sm90a || !p.cell.recurrent || p.cell.over_units) return {};
   if (p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
-  if (p.batch * p.hidden == 0 || p.batch > 64 * 65535 || p.sequences > 1) return {};  // limit of blockIdx.y
+  if (p.heads > 1 || p.sequences > 1) return {};
+  if (p.batch * p.hidden == 0 || p.batch > 64 * 65535) return {};  // limit of blockIdx.y
   return p.backward ? fused_backward_tile(p, device) : fused_forward_tile(p, device);
 }
 
 // Every multiprocessor gets the same number of blocks, one if the hidden size allows: all blocks read the
 // same operands, so fewer blocks read less. Warps beyond those that a block's columns need split K.
 inline SmallBatchTile small_batch_tile(const Problem& p, const DeviceInfo& device) {
-  if (p.element_size != 4 || !p.cell.recurrent || p.cell.over_units || p.sequences > 1) return {};
+  if (p.element_size != 4 || !p.cell.recurrent || p.cell.over_units || p.sequences > 1 || p.heads > 1)
+    return {};
   // With more rows, tensor cores are faster.
   const int most_rows = p.tf32 ? kMostSmallBatch / 2 : kMostSmallBatch;
   if (p.batch == 0 || p.batch > most_rows || p.hidden == 0 || p.hidden % 4 != 0) return {};
@@ -279,6 +285,7 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
       if (!plan_detail::fits(v, problem, device, grid)) continue;
       if (if_it_pays && !plan_detail::pays_off(v, problem, device, grid, fused_step)) continue;
       plan = {v.algorithm, i, grid};
+      plan.heads = problem.heads;
       return;
     }
   };

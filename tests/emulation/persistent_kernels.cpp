@@ -472,6 +472,20 @@ Array<T> unwritten(size_t count) {
   return result;
 }
 
+// Of [G * H, H] the blocks of heads, [G * H, H / heads]. The reference keeps zeros between them.
+Values blocks_of(Values& weight, int hidden, int heads) {
+  const int size = hidden / heads;
+  Values blocks;
+  for (size_t i = 0; i < weight.size(); ++i) {
+    const size_t row = i / hidden, column = i % hidden;
+    if (row % hidden / size == column / size) {
+      blocks.push_back(weight[i]);
+    } else {
+      weight[i] = 0;
+    }
+  }
+  return blocks;
+}
 // [G * H, H] to [H, G * H].
 Values transposed(const Values& weight, int hidden) {
   const size_t rows = weight.size() / hidden;
@@ -482,7 +496,7 @@ Values transposed(const Values& weight, int hidden) {
   return result;
 }
 
-template <class Cell, typename T, int kVariant, class Reset>
+template <class Cell, typename T, int kVariant, class Reset, int kHeads>
 class Kernels {
   static constexpr CellShape kShape = kCellShape<Cell>;
   static constexpr int kGates = kShape.gates, kExtra = kShape.extra(),
@@ -502,11 +516,12 @@ class Kernels {
   Array<T> grad_gates, grad_projections, grad_h;
   Array<acc_t<T>> grad_own_h, grad_states, grad_initial, grad_sums;
 
-  Kernels(const Case& c, const Steps& steps, const Inputs& inputs)
+  // `weight`: that of the inputs, or its blocks.
+  Kernels(const Case& c, const Steps& steps, const Inputs& inputs, const Values& weight)
       : c_(c),
         steps_(steps),
-        weight_(narrowed<T>(inputs.weight)),
-        weight_t_(narrowed<T>(transposed(inputs.weight, c.hidden))),
+        weight_(narrowed<T>(weight)),
+        weight_t_(narrowed<T>(transposed(weight, c.hidden / kHeads))),
         parameters_(narrowed<T>(inputs.parameters)),
         step_inputs_(narrowed<T>(inputs.step_inputs)),
         h0_(narrowed<T>(inputs.h0)),
@@ -567,7 +582,7 @@ class Kernels {
       single_step_tile().rows == 8 ? launch_single_step<SingleStepOnTensorCores<Cell, T, 1>>()
                                    : launch_single_step<SingleStepOnTensorCores<Cell, T, 2>>();
     } else {
-      using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/false, Reset>;
+      using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/false, Reset, kHeads>;
       launch<Config, ForwardSteps<Config>>(arguments);
       check_prefetches(0, c_.length, /*descending=*/false);
     }
@@ -603,7 +618,7 @@ class Kernels {
         launch_small_batch<SmallBatchBackward<Cell>>(arguments, step);
       }
     } else {
-      using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/true, Reset>;
+      using Config = PersistentConfig<Cell, T, kVariant, /*kBackward=*/true, Reset, kHeads>;
       launch<Config, BackwardSteps<Config>>(arguments);
       if (kShape.saved > 0) check_prefetches(begin, end, /*descending=*/true);
     }
@@ -662,7 +677,7 @@ class Kernels {
 
   template <class Config>
   GroupGrid grid() const {
-    const int units = Config::kShape.units(), needed = (c_.hidden + units - 1) / units;
+    const int units = Config::kShape.units(), needed = (c_.hidden / kHeads + units - 1) / units;
     // As the planner: a single block can't send to itself.
     const int group_blocks = Config::kThrough == ExchangeThrough::kCluster ? std::max(needed, 2) : needed;
     return {group_blocks, (c_.batch + c_.group_rows - 1) / c_.group_rows, c_.group_rows, nullptr};
@@ -674,14 +689,17 @@ class Kernels {
     std::vector<Uint64Pair> row_parts(groups.groups * Config::kShape.row_parts_bytes(groups.group_blocks) /
                                       sizeof(Uint64Pair));
     groups.row_parts = row_parts.data();
-    const Group group = {c_.hidden, groups.group_blocks, 0, groups.rows};
+    const Group group = {c_.hidden / kHeads, groups.group_blocks, 0, groups.rows, c_.hidden};
     const cuda_on_cpu::Grid grid = {groups.groups * groups.group_blocks, Config::kShape.threads(),
                                     kCluster ? groups.group_blocks : 1,
                                     static_cast<size_t>(Config::kShape.shared_bytes(group))};
-    cuda_on_cpu::run(grid, [&] {
-      auto* const shared = reinterpret_cast<float*>(cuda_on_cpu::current_block().memory());
-      Steps(arguments, groups, typename Steps::Storage(shared)).run();
-    });
+    for (int head = 0; head < kHeads; ++head) {
+      cuda_on_cpu::run(grid, [&] {
+        auto* const shared = reinterpret_cast<float*>(cuda_on_cpu::current_block().memory());
+        const auto of_head = lltm_ext::of_head<Cell>(arguments, head, c_.hidden / kHeads);
+        Steps(of_head, groups, typename Steps::Storage(shared)).run();
+      });
+    }
   }
 
   int units_each() const {
@@ -900,7 +918,7 @@ void check_backward(const Case& c, KernelsOfCase& kernels, Reference<Cell>& refe
   compare("grad_sums", kernels.total_grad_sums(), reference.grad_sums);
 }
 
-template <class Cell, typename T, int kVariant, class Reset>
+template <class Cell, typename T, int kVariant, class Reset, int kHeads = 1>
 void check(const Case& c) {
   const Precision precision =
       precision_of<T>(variant_of<T, kVariant>().tf32 || kVariant == kSingleStepOnTensorCores);
@@ -908,11 +926,12 @@ void check(const Case& c) {
   const char* const resets = !kHasResets ? "" : kOfBools ? " resets" : " resets of shares";
   const Comparison compare = {name_of<T>(c, kVariant, resets), precision.tolerance};
   const Steps steps(c);
-  using KernelsOfCase = Kernels<Cell, T, kVariant, Reset>;
-  const Inputs inputs(kCellShape<Cell>, c, steps.rows(), kHasResets, kOfBools, precision.value,
-                      rounded<typename KernelsOfCase::State>);
+  using KernelsOfCase = Kernels<Cell, T, kVariant, Reset, kHeads>;
+  Inputs inputs(kCellShape<Cell>, c, steps.rows(), kHasResets, kOfBools, precision.value,
+                rounded<typename KernelsOfCase::State>);
+  const Values weight = kHeads > 1 ? blocks_of(inputs.weight, c.hidden, kHeads) : inputs.weight;
   Reference<Cell> reference(c, steps, inputs, precision);
-  KernelsOfCase kernels(c, steps, inputs);
+  KernelsOfCase kernels(c, steps, inputs, weight);
 
   reference.forward();
   kernels.forward();
@@ -972,6 +991,13 @@ void check_persistent() {
   check<Cell, __nv_bfloat16, 6, NoReset>({4, 6, 136, 8, true, {}});
   check<Cell, __half, 9, float>({4, 6, 72, 8, false, {}});
   check<Cell, __half, 11, bool>({4, 12, 72, 16, false, {12, 9, 3, 1}});
+  // heads, of a few cells
+  if constexpr (Cell::kStates == 3 || kResetsToInitial<Cell>) {
+    check<Cell, __half, 3, bool, 3>({4, 6, 72, 8, false, {}});
+    check<Cell, __nv_bfloat16, 5, NoReset, 2>({4, 11, 144, 8, true, {}});
+    check<Cell, float, 16, float, 2>({5, 5, 48, 8, true, {}});
+    check<Cell, float, 20, bool, 2>({5, 12, 80, 16, false, of_12_rows});
+  }
 }
 
 // Cells whose units read values over all units of their row: in one block, a row in one warp and in two; in

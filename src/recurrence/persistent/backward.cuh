@@ -17,7 +17,7 @@ class PersistentBackward
     : public PersistentSteps<PersistentBackward<Config>, Config, kBackwardPlanes<Config>> {
   using Base = PersistentSteps<PersistentBackward, Config, kBackwardPlanes<Config>>;
   friend Base;
-  using Base::hidden_, Base::map_, Base::row, Base::unit, Base::live_states, Base::has_pair,
+  using Base::hidden_, Base::width, Base::map_, Base::row, Base::unit, Base::live_states, Base::has_pair,
       Base::kSavedInGates, Base::kExtra, Base::kGates, Base::kPairs, Base::kStates, Base::kStepInputs;
   using typename Base::Cell, typename Base::Exchange, typename Base::Reset, typename Base::T;
 
@@ -26,10 +26,10 @@ class PersistentBackward
 
   __device__ PersistentBackward(const Arguments& arguments, const GroupGrid& grid,
                                 const typename Base::Storage& storage)
-      : Base(grid, arguments.steps.batch, arguments.hidden, storage), args_(arguments) {
-    load_weights<Config>(Base::weights_, map_, hidden_, static_cast<size_t>(8) * kGates * hidden_,
+      : Base(grid, arguments.steps.batch, arguments.hidden / Config::kHeads, storage), args_(arguments) {
+    load_weights<Config>(Base::weights_, map_, hidden_, static_cast<size_t>(8) * kGates * width(),
                          [&](int gate, int unit) {
-                           return args_.weight_t + (static_cast<int64_t>(unit) * kGates + gate) * hidden_;
+                           return args_.weight_t + (static_cast<int64_t>(unit) * kGates + gate) * width();
                          });
     Base::load_parameters(args_.parameters);
     typename Base::Prefetcher::Arrays arrays(Base::prefetcher_, map_, hidden_);
@@ -37,7 +37,7 @@ class PersistentBackward
     if constexpr (kExtra > 0) arrays.add(args_.extra, kExtra);
     if constexpr (Cell::kStepInputs > 0) arrays.add(args_.step_inputs, Cell::kStepInputs);
     arrays.add(args_.grad_output, 1);
-    if (Exchange::kThroughL2) arrays.add(args_.grad_gates - args_.first_row * kGates * hidden_, kGates);
+    if (Exchange::kThroughL2) arrays.add(args_.grad_gates - args_.first_row * kGates * width(), kGates);
   }
 
  private:
@@ -50,7 +50,7 @@ class PersistentBackward
     return n < steps() ? args_.steps.at(args_.end - 1 - n) : StepRows{0, 0};
   }
   __device__ __forceinline__ T* grad_gates(int64_t row) const {
-    return args_.grad_gates + (row - args_.first_row) * kGates * hidden_;
+    return args_.grad_gates + (row - args_.first_row) * kGates * width();
   }
 
   __device__ __forceinline__ const Reset* resets() const { return static_cast<const Reset*>(args_.reset); }
@@ -63,17 +63,17 @@ class PersistentBackward
   struct InputAddresses {
     const T *gates, *extra, *steps, *grad_output;
     const Reset* reset;
-    __device__ __forceinline__ void move(int64_t rows, int hidden) {
-      gates += rows * hidden * kGates;
-      extra += rows * hidden * kExtra;
-      steps += rows * hidden * Cell::kStepInputs;
-      grad_output += rows * hidden;
+    __device__ __forceinline__ void move(int64_t rows, int width) {
+      gates += rows * width * kGates;
+      extra += rows * width * kExtra;
+      steps += rows * width * Cell::kStepInputs;
+      grad_output += rows * width;
       reset += rows;
     }
   };
   __device__ __forceinline__ InputAddresses inputs_at(int64_t row, int j) const {
-    return {args_.gates + row * kGates * hidden_ + j, args_.extra + row * kExtra * hidden_ + j,
-            args_.step_inputs + row * Cell::kStepInputs * hidden_ + j, args_.grad_output + row * hidden_ + j,
+    return {args_.gates + row * kGates * width() + j, args_.extra + row * kExtra * width() + j,
+            args_.step_inputs + row * Cell::kStepInputs * width() + j, args_.grad_output + row * width() + j,
             resets() + row};
   }
   __device__ __forceinline__ void load(Inputs& inputs, const InputAddresses& at) const {
@@ -81,7 +81,7 @@ class PersistentBackward
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
       inputs.saved[v] =
-          read_pair(v < kSavedInGates ? at.gates + v * hidden_ : at.extra + (v - kSavedInGates) * hidden_);
+          read_pair(v < kSavedInGates ? at.gates + v * width() : at.extra + (v - kSavedInGates) * width());
     }
     Base::load_step_inputs(inputs.steps, at.steps);
     inputs.grad_output = has_grad_output_ ? read_pair(at.grad_output) : Pair<T>::of(0, 0);
@@ -114,7 +114,7 @@ class PersistentBackward
       OneTilePair& p = pairs_[i];
       const int b = row(i, 0), j = unit(i);
       p.exists = has_pair(i, b);
-      p.at = static_cast<int64_t>(b) * hidden_ + j;
+      p.at = static_cast<int64_t>(b) * width() + j;
       p.inputs = inputs_at(first + b, j);
       p.grad_gates = grad_gates(first + b) + j;
       p.grad_h = make_float2(0, 0);
@@ -133,7 +133,7 @@ class PersistentBackward
 
   __device__ __forceinline__ RowSource<T> next_source(const RowSource<T>&) {
     const T* const row = gradients_;
-    gradients_ += to_next_ * kGates * hidden_;
+    gradients_ += to_next_ * kGates * width();
     const bool has_row = map_.first_row + map_.g < map_.end_row;
     return {row, has_row ? map_.vectors : 0, true, map_.element, map_.g};
   }
@@ -202,8 +202,8 @@ class PersistentBackward
     p.grad_h = make_float2(p.grads[0].h, p.grads[1].h);
     add_sums(i, p.grads);
     if (p.exists) store_projections(p.grad_gates - args_.grad_gates, p.grads);
-    p.grad_gates += to_next_ * kGates * hidden_;
-    p.inputs.move(to_next_, hidden_);
+    p.grad_gates += to_next_ * kGates * width();
+    p.inputs.move(to_next_, width());
     if (p.exists && left > 0) load(inputs_[i], p.inputs);
   }
 
@@ -230,7 +230,7 @@ class PersistentBackward
 
   __device__ __forceinline__ void load_carried() {
     Base::for_all_pairs([&](int i, int b) {
-      const int64_t at = static_cast<int64_t>(b) * hidden_ + unit(i);
+      const int64_t at = static_cast<int64_t>(b) * width() + unit(i);
       States grad_states = {};
       if (!args_.from_zeros) load_grad_states(grad_states, at);
 #pragma unroll
@@ -243,7 +243,7 @@ class PersistentBackward
   }
   __device__ __forceinline__ void store_carried() {
     Base::for_all_pairs([&](int i, int b) {
-      const int64_t at = static_cast<int64_t>(b) * hidden_ + unit(i);
+      const int64_t at = static_cast<int64_t>(b) * width() + unit(i);
       States grad_states;
 #pragma unroll
       for (int s = 0; s < kStates; ++s) grad_states[s] = live_states(i, b, s);
@@ -282,7 +282,7 @@ class PersistentBackward
     for (int i = 0; i < kPairs; ++i) {
       const int b = row(i, tile), j = unit(i);
       if (!has_pair(i, b)) continue;
-      const int64_t at = static_cast<int64_t>(b) * hidden_ + j;
+      const int64_t at = static_cast<int64_t>(b) * width() + j;
       T* const stored = args_.grad_h + at;
       float2 grad_h = make_float2(0, 0);
       if (b < previous.count) {
@@ -393,7 +393,7 @@ class PersistentBackward
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
       const float2 x = make_float2(grads[0].product(gate), grads[1].product(gate));
-      Base::exchange(address + gate * hidden_, x, x, exists, i, gate);
+      Base::exchange(address + gate * width(), x, x, exists, i, gate);
     }
   }
   // Stores the gradients of the projections if they are not those of the products.
@@ -401,7 +401,7 @@ class PersistentBackward
     if constexpr (Cell::kSeparate) {
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
-        write_pair(args_.grad_projections + at + gate * hidden_, grads[0].x[gate], grads[1].x[gate]);
+        write_pair(args_.grad_projections + at + gate * width(), grads[0].x[gate], grads[1].x[gate]);
       }
     }
   }
@@ -424,10 +424,10 @@ class PersistentBackward
     for (int i = 0; i < kPairs; ++i) {
       const int b = row(i, 0);
       if (!has_pair(i, b)) continue;
-      float* const sums = args_.grad_sums + static_cast<int64_t>(b) * kSums * hidden_ + unit(i);
+      float* const sums = args_.grad_sums + static_cast<int64_t>(b) * kSums * width() + unit(i);
 #pragma unroll
       for (int sum = 0; sum < kSums; ++sum) {
-        float2* const to = reinterpret_cast<float2*>(sums + sum * hidden_);
+        float2* const to = reinterpret_cast<float2*>(sums + sum * width());
         *to = add(*to, sums_of_rows_[i][sum]);
       }
     }

@@ -32,7 +32,8 @@ struct BlockTile {
 // A persistent kernel's parameters at compile time: a cell, a type, a variant of the type's table, a
 // direction, and the type of SequenceForwardArguments::reset: bool, float, or NoReset.
 struct NoReset {};
-template <class Cell_, typename T_, int kVariantIndex, bool kBackward, class Reset_ = NoReset>
+template <class Cell_, typename T_, int kVariantIndex, bool kBackward, class Reset_ = NoReset,
+          int kHeads_ = 1>
 struct PersistentConfig {
   using Cell = Cell_;
   using T = T_;
@@ -42,6 +43,7 @@ struct PersistentConfig {
   using Reset = typename Conditional<kHasResets, Reset_, bool>::type;
   static constexpr PersistentVariant kVariant = variants_of<T>()[kVariantIndex];
   static constexpr PersistentShape kShape = {kCellShape<Cell>, kVariant, sizeof(T), kBackward};
+  static constexpr int kHeads = kHeads_;  // into which the product with h is divided
   static constexpr bool kAnyRows = kVariant.any_rows;
   static constexpr int kUnitTiles = kVariant.unit_tiles, kChunks = kVariant.chunks;
   static constexpr int kGates = Cell::kGates;
@@ -91,7 +93,8 @@ struct ThreadMap {
   }
 
   __device__ Group group(const GroupGrid& grid, int hidden) const {
-    return {hidden, grid.group_blocks, static_cast<int>(blockIdx.x) % grid.group_blocks, end_row - first_row};
+    return {hidden, grid.group_blocks, static_cast<int>(blockIdx.x) % grid.group_blocks, end_row - first_row,
+            Config::kHeads * hidden};
   }
 
   // The row and unit of the thread's i-th pair in a tile.
@@ -232,14 +235,16 @@ class L2Prefetcher {
         if (!base || at < 0 || sector < 0 || plane >= used || j >= hidden_) continue;
         const int row = map_.first_row + at % kRowTile;
         prefetcher_.address_[i] =
-            reinterpret_cast<const char*>(base + (static_cast<int64_t>(row) * planes + plane) * hidden_ + j);
+            reinterpret_cast<const char*>(base + (static_cast<int64_t>(row) * planes + plane) * width() + j);
         prefetcher_.row_[i] = row;
-        prefetcher_.stride_[i] = planes * hidden_ * kSize;
+        prefetcher_.stride_[i] = planes * width() * kSize;
       }
       first_sector_ += used * kSectors;
     }
 
    private:
+    __device__ int width() const { return Config::kHeads * hidden_; }
+
     L2Prefetcher& prefetcher_;
     const ThreadMap<Config>& map_;
     int hidden_, first_sector_ = 0;

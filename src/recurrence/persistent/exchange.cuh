@@ -22,7 +22,7 @@ namespace lltm_ext {
 // The row that a lane loads.
 template <typename T>
 struct RowSource {
-  const T* row;    // in memory, at the lane's first element; further inputs are `hidden` elements apart
+  const T* row;    // in memory, at the lane's first element; further inputs are `width` elements apart
   int vectors;     // below the hidden size; the others are zeros
   bool exchanged;  // whether the group's blocks write the row during the kernel
   int element;     // the lane's first element
@@ -46,18 +46,18 @@ struct ExchangeBuffer {
       reinterpret_cast<uint4*>(data)[i] = make_uint4(0, 0, 0, 0);
     }
   }
-  // Takes what rows keep of h [rows, hidden], or leaves zeros if h is null. A kernel's first step reads it
+  // Takes what rows keep of the group's h, or leaves zeros if h is null. A kernel's first step reads it
   // from here as all others do: a branch to global memory in the loop makes the compiler wait there for the
   // loads of the next step's inputs, which are in flight.
   template <typename Reset>
-  __device__ void set(const T* h, const Reset* reset, int rows, int hidden) const {
+  __device__ void set(const T* h, const Reset* reset, const Group& group) const {
     struct alignas(16) Vector {
       T values[16 / sizeof(T)];
     };
     __syncthreads();
-    const int vectors = hidden * static_cast<int>(sizeof(T)) / 16;
-    for (int i = threadIdx.x; h && i < rows * vectors; i += kBlockThreads) {
-      Vector x = reinterpret_cast<const Vector*>(h)[i];
+    const int vectors = group.hidden * static_cast<int>(sizeof(T)) / 16;
+    for (int i = threadIdx.x; h && i < group.rows * vectors; i += kBlockThreads) {
+      Vector x = reinterpret_cast<const Vector*>(h + i / vectors * group.width)[i % vectors];
       if (reset) {
         for (T& value : x.values) {
           value = narrow<T>(scale_by_mask(mask_of(reset[i / vectors]), float(widen(value))));
@@ -112,7 +112,7 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kWidth, k
   static constexpr bool kThroughL2 = true;
 
   __device__ StateExchange(char* shared, const Group& group)
-      : input_bytes_(group.hidden * sizeof(T)),
+      : input_bytes_(group.width * sizeof(T)),
         sharing_warp_(kSharingWarps == 1 ? 0 : threadIdx.x / 32 / kKSlices),
         k_slice_(threadIdx.x / 32 % kKSlices),
         shared_(reinterpret_cast<uint4*>(shared) + threadIdx.x % 32) {}
@@ -232,7 +232,7 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kWid
   // The first step waits as all others do.
   template <typename Reset>
   __device__ void begin(const T* h, const Reset* reset) {
-    first_.set(h, reset, group_.rows, group_.hidden);
+    first_.set(h, reset, group_);
     if (threadIdx.x == 0) hopper::mbarrier_arrive(&barriers_[0]);
   }
   __device__ void start(const RowSource<T>&) {}
@@ -316,7 +316,7 @@ class StateExchange<ExchangeThrough::kBlock, T, kInputs, kChunks, kUnits, kWidth
   }
   template <typename Reset>
   __device__ void begin(const T* h, const Reset* reset) {
-    buffer_.set(h, reset, group_.rows, group_.hidden);
+    buffer_.set(h, reset, group_);
   }
   __device__ void start(const RowSource<T>&) {}
   __device__ void send() {}

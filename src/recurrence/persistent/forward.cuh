@@ -16,8 +16,8 @@ template <class Config>
 class PersistentForward : public PersistentSteps<PersistentForward<Config>, Config, kForwardPlanes<Config>> {
   using Base = PersistentSteps<PersistentForward, Config, kForwardPlanes<Config>>;
   friend Base;
-  using Base::hidden_, Base::map_, Base::row, Base::unit, Base::live_states, Base::has_pair, Base::kExtra,
-      Base::kGates, Base::kPairs, Base::kSavedInGates, Base::kStates, Base::kStepInputs;
+  using Base::hidden_, Base::width, Base::map_, Base::row, Base::unit, Base::live_states, Base::has_pair,
+      Base::kExtra, Base::kGates, Base::kPairs, Base::kSavedInGates, Base::kStates, Base::kStepInputs;
   using typename Base::Cell, typename Base::Exchange, typename Base::Projection, typename Base::Reset,
       typename Base::T;
 
@@ -26,10 +26,10 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 
   __device__ PersistentForward(const Arguments& arguments, const GroupGrid& grid,
                                const typename Base::Storage& storage)
-      : Base(grid, arguments.steps.batch, arguments.hidden, storage), args_(arguments) {
+      : Base(grid, arguments.steps.batch, arguments.hidden / Config::kHeads, storage), args_(arguments) {
     load_weights<Config>(Base::weights_, map_, hidden_, static_cast<size_t>(8) * hidden_,
                          [&](int gate, int unit) {
-                           return args_.weight + (static_cast<int64_t>(gate) * hidden_ + unit) * hidden_;
+                           return args_.weight + (static_cast<int64_t>(gate) * width() + unit) * hidden_;
                          });
     Base::load_parameters(args_.parameters);
     typename Base::Prefetcher::Arrays arrays(Base::prefetcher_, map_, hidden_);
@@ -67,23 +67,23 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     T *extra, *output;
     const T* steps;
     const Reset* reset;
-    __device__ __forceinline__ void move(int64_t rows, int hidden) {
-      gates += rows * hidden * kGates;
-      extra += rows * hidden * kExtra;
-      output += rows * hidden;
-      steps += rows * hidden * Cell::kStepInputs;
+    __device__ __forceinline__ void move(int64_t rows, int width) {
+      gates += rows * width * kGates;
+      extra += rows * width * kExtra;
+      output += rows * width;
+      steps += rows * width * Cell::kStepInputs;
       reset += rows;
     }
   };
   __device__ __forceinline__ Addresses addresses(int64_t row, int j) const {
-    return {args_.template projections<Cell>() + row * kGates * hidden_ + j,
-            args_.extra + row * kExtra * hidden_ + j, args_.output + row * hidden_ + j,
-            args_.step_inputs + row * Cell::kStepInputs * hidden_ + j, resets() + row};
+    return {args_.template projections<Cell>() + row * kGates * width() + j,
+            args_.extra + row * kExtra * width() + j, args_.output + row * width() + j,
+            args_.step_inputs + row * Cell::kStepInputs * width() + j, resets() + row};
   }
   __device__ __forceinline__ void load(Inputs& inputs, const Addresses& at) const {
     if constexpr (Config::kHasResets) inputs.reset = *at.reset;
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) inputs.projections[gate] = read_pair(at.gates + gate * hidden_);
+    for (int gate = 0; gate < kGates; ++gate) inputs.projections[gate] = read_pair(at.gates + gate * width());
     Base::load_step_inputs(inputs.steps, at.steps);
   }
 
@@ -99,7 +99,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   };
 
   __device__ __forceinline__ const T* first_h() const {
-    return args_.h0 ? args_.h0 + map_.first_row * hidden_ : nullptr;
+    return args_.h0 ? args_.h0 + map_.first_row * width() : nullptr;
   }
   __device__ __forceinline__ const Reset* first_reset() const {
     if (!kResetsAhead || kToInitial || steps() == 0) return nullptr;
@@ -112,13 +112,13 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     const int64_t first = args_.steps.at(0).first;
     to_next_ = args_.steps.reverse ? -args_.steps.batch : args_.steps.batch;
     const int lane_row = map_.first_row + map_.g;
-    states_ = args_.output + (first + lane_row) * hidden_ + map_.element;
+    states_ = args_.output + (first + lane_row) * width() + map_.element;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       OneTilePair& p = pairs_[i];
       const int b = row(i, 0), j = unit(i);
       p.exists = has_pair(i, b);
-      p.at = static_cast<int64_t>(b) * hidden_ + j;
+      p.at = static_cast<int64_t>(b) * width() + j;
       p.to = addresses(first + b, j);
       load_states(p.states, p.at, p.exists);
       if (Cell::kReadsH || kToInitial) p.h0 = p.h = p.exists ? first_h(p.at) : make_float2(0, 0);
@@ -133,7 +133,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       if (kToInitial && steps() == 1) inputs_[i].reset = 0;
     }
     vectors_ = lane_row < map_.end_row ? map_.vectors : 0;
-    return {args_.h0 + static_cast<int64_t>(lane_row) * hidden_ + map_.element, args_.h0 ? vectors_ : 0,
+    return {args_.h0 + static_cast<int64_t>(lane_row) * width() + map_.element, args_.h0 ? vectors_ : 0,
             false, map_.element, map_.g};
   }
 
@@ -141,7 +141,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     source.row = states_;
     source.vectors = vectors_;
     source.exchanged = true;
-    states_ += to_next_ * hidden_;
+    states_ += to_next_ * width();
     return source;
   }
 
@@ -193,7 +193,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     OneTilePair& p = pairs_[i];
     if (p.exists) store_output_apart(p.to, p.h, p.states);
     if (saves_ && p.exists) save(p.to, p.saved);
-    p.to.move(to_next_, hidden_);
+    p.to.move(to_next_, width());
     if constexpr (kResetsAhead) {
       if (left > 0) reset_pair(p, inputs_[i].reset);
       if (left == 1) p.to.reset -= to_next_;  // no step follows the next one
@@ -226,7 +226,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
 
   __device__ __forceinline__ void load_carried() {
     Base::for_all_pairs([&](int i, int b) {
-      const int64_t at = static_cast<int64_t>(b) * hidden_ + unit(i);
+      const int64_t at = static_cast<int64_t>(b) * width() + unit(i);
       States states;
       load_states(states, at, true);
 #pragma unroll
@@ -250,8 +250,8 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
                                                     int tile) const {
     const int b = map_.first_row + tile * kRowTile + map_.g;
     const bool exchanged = b < min(map_.end_row, previous.count);
-    const T* row = exchanged ? args_.output + (previous.first + b) * hidden_
-                             : args_.h0 + static_cast<int64_t>(b) * hidden_;
+    const T* row = exchanged ? args_.output + (previous.first + b) * width()
+                             : args_.h0 + static_cast<int64_t>(b) * width();
     const bool has_row = b < min(map_.end_row, current.count) && (exchanged || args_.h0);
     return {row + map_.element, has_row ? map_.vectors : 0, exchanged, map_.element, b - map_.first_row};
   }
@@ -262,7 +262,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     for (int i = 0; i < kPairs; ++i) {
       const int b = row(i, tile), j = unit(i);
       if (!map_.has_pair(i, hidden_) || b >= min(map_.end_row, current.count)) continue;
-      const int64_t at = static_cast<int64_t>(b) * hidden_ + j;
+      const int64_t at = static_cast<int64_t>(b) * width() + j;
       const bool goes_on = b < next.count;
       Reset reset = 0;  // the reset before the next step
       if (kToInitial && goes_on) reset = resets()[next.first + b];
@@ -371,8 +371,8 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   __device__ __forceinline__ void save(const Addresses& to, const Saved& saved) const {
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) {
-      T* const plane = v < kSavedInGates ? reinterpret_cast<T*>(to.gates + v * hidden_)
-                                         : to.extra + (v - kSavedInGates) * hidden_;
+      T* const plane = v < kSavedInGates ? reinterpret_cast<T*>(to.gates + v * width())
+                                         : to.extra + (v - kSavedInGates) * width();
       write_pair(plane, saved[0][v], saved[1][v]);
     }
   }

@@ -60,7 +60,8 @@ cudaError_t launch_persistent(const void* kernel, const CellShape& cell,
     if (error != cudaSuccess) return error;
   }
   const PersistentShape shape = {cell, variants_of<T>()[plan.variant], sizeof(T), kBackward};
-  const Group group = {sequences.of[0].hidden, plan.grid.group_blocks, 0, plan.grid.rows};
+  const int hidden = sequences.of[0].hidden;
+  const Group group = {hidden / plan.heads, plan.grid.group_blocks, 0, plan.grid.rows, hidden};
   GroupGrid grid = plan.grid;
   grid.row_parts = row_parts;
   if (row_parts) {
@@ -80,7 +81,7 @@ cudaError_t launch_persistent(const void* kernel, const CellShape& cell,
     attribute.val.cooperative = 1;
   }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid.groups * group.blocks, sequences.count);
+  config.gridDim = dim3(grid.groups * group.blocks, sequences.count * plan.heads);
   config.blockDim = dim3(shape.threads());
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "recurrence/persistent/block.cuh"
+#include "recurrence/persistent/heads.cuh"
 
 namespace lltm_ext {
 
@@ -56,6 +57,8 @@ class PersistentSteps {
         row_units_(units_of_rows(grid, storage)),
         exchange_(storage.exchange(grid.rows), map_.group(grid, hidden)) {}
 
+  // Elements from a row or a plane of all units to the next.
+  __device__ __forceinline__ int width() const { return Config::kHeads * hidden_; }
   __device__ __forceinline__ int unit(int i) const { return map_.first_unit + map_.pair_unit(i); }
   __device__ __forceinline__ int row(int i, int tile) const {
     return map_.first_row + tile * kRowTile + map_.pair_row(i);
@@ -85,7 +88,7 @@ class PersistentSteps {
   }
   // Where a state of a pair is in [S, B, H].
   __device__ __forceinline__ int64_t state_at(int state, int64_t at, int batch) const {
-    return static_cast<int64_t>(state) * batch * hidden_ + at;
+    return static_cast<int64_t>(state) * batch * width() + at;
   }
 
   // The parameters of a thread's pairs don't change.
@@ -94,13 +97,13 @@ class PersistentSteps {
     for (int i = 0; i < kPairs; ++i) {
 #pragma unroll
       for (int p = 0; p < Cell::kParameters; ++p) {
-        if (map_.has_pair(i, hidden_)) parameters_[i][p] = read_pair(parameters + p * hidden_ + unit(i));
+        if (map_.has_pair(i, hidden_)) parameters_[i][p] = read_pair(parameters + p * width() + unit(i));
       }
     }
   }
   __device__ __forceinline__ void load_step_inputs(Pair<T> (&inputs)[kStepInputs], const T* at) const {
 #pragma unroll
-    for (int k = 0; k < Cell::kStepInputs; ++k) inputs[k] = read_pair(at + k * hidden_);
+    for (int k = 0; k < Cell::kStepInputs; ++k) inputs[k] = read_pair(at + k * width());
   }
   // x after a reset to `initial`.
   __device__ __forceinline__ static float2 after_reset(Reset reset, float2 x, float2 initial) {
@@ -283,7 +286,15 @@ __device__ __forceinline__ void run_persistent(const PerDirection<typename Steps
 #ifdef __CUDA_ARCH__
   if constexpr (Config::is_compiled(__CUDA_ARCH__)) {
     extern __shared__ __align__(128) float shared[];
-    Steps(sequences.of[blockIdx.y], grid, typename Steps::Storage(in_register(shared))).run();
+    const typename Steps::Storage storage(in_register(shared));
+    if constexpr (Config::kHeads == 1) {
+      Steps(sequences.of[blockIdx.y], grid, storage).run();
+    } else {
+      const auto& sequence = sequences.of[blockIdx.y / Config::kHeads];
+      const auto head = of_head<typename Config::Cell>(sequence, blockIdx.y % Config::kHeads,
+                                                       sequence.hidden / Config::kHeads);
+      Steps(head, grid, storage).run();
+    }
   } else {
     __trap();
   }
