@@ -32,8 +32,6 @@ GRID: tuple[Shape, ...] = (
     (1, 512, 1024),
 )
 SMALL_GRID: tuple[Shape, ...] = ((4, 16, 32),)
-HEADS = 4
-HEADS_GRID: tuple[Shape, ...] = ((16, 256, 256), (16, 256, 512), (16, 256, 1024))
 EPISODE = 64  # steps
 
 Layer = Callable[[int, torch.device, torch.dtype], nn.Module]
@@ -162,50 +160,79 @@ def compare(bench: Bench, c: Comparison, shape: Shape, precision: str) -> Row:
     return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
 
 
-# ---- block-diagonal weights --------------------------------------------------------------------------------
+# ---- block-diagonal weights, and norms over the units ------------------------------------------------------
 
 
 class CompiledLoop(nn.Module):
-    """The sLSTM as a Python loop over a step that torch.compile has compiled."""
+    """A layer of an own cell as a Python loop over a step that torch.compile has compiled."""
 
     def __init__(self, like: lltm_ext.Recurrent):
         super().__init__()
-        self.layer, self.step = like, torch.compile(self.one_step, dynamic=False)
+        self.layer, self.cell, self.step = like, like.cell, torch.compile(self.one_step, dynamic=False)
 
-    def one_step(self, planes: Tensor, blocks: Tensor, h: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        heads = blocks.shape[0]
+    def one_step(
+        self, planes: Tensor, blocks: Tensor, parameters: Tensor, h: Tensor, *states: Tensor
+    ) -> tuple[Tensor, ...]:
+        heads, gates = blocks.shape[0], self.cell.gates
         product = torch.bmm(h.unflatten(1, (heads, -1)).transpose(0, 1), blocks)
-        product = product.unflatten(2, (4, -1)).permute(1, 2, 0, 3).flatten(1)
-        x = (planes + product).float().unflatten(1, (4, -1)).unbind(1)
-        new_h, new = cells.slstm.step(x, (), h, states, (), ())
+        product = product.unflatten(2, (gates, -1)).permute(1, 2, 0, 3).flatten(1)
+        x, r = (
+            y.float().unflatten(1, (gates, -1)).unbind(1)
+            for y in ((planes, product) if self.cell.separate else (planes + product, product))
+        )
+        new_h, new = self.cell.step(x, r, h.float(), states, parameters.float().unbind(0), ())
         return new_h.to(h.dtype), *new
 
     def forward(self, input: Tensor) -> tuple[Tensor, Any]:
-        layer = self.layer
+        layer, hidden = self.layer, self.layer.hidden_size
         planes = nn.functional.linear(input, layer.weight_ih_l0, layer.bias_l0)
         size = layer.weight_hh_l0.shape[1]
-        blocks = layer.weight_hh_l0.view(4, -1, size, size).permute(1, 3, 0, 2).flatten(2)
-        h = input.new_zeros(input.shape[1], layer.hidden_size)
-        states = [torch.zeros_like(h, dtype=torch.float32) for _ in range(3)]
+        blocks = layer.weight_hh_l0.view(self.cell.gates, -1, size, size).permute(1, 3, 0, 2).flatten(2)
+        own = [getattr(layer, f"{name}_l0") for name in self.cell.parameters]
+        parameters = torch.cat(own).view(-1, hidden) if own else input.new_empty(0, hidden)
+        h = input.new_zeros(input.shape[1], hidden)
+        states = [torch.zeros_like(h, dtype=torch.float32) for _ in self.cell.state_names[1:]]
         outputs = []
         for x in planes.unbind(0):
-            h, *states = self.step(x, blocks, h, *states)
+            h, *states = self.step(x, blocks, parameters, h, *states)
             outputs.append(h)
         return torch.stack(outputs), (h, *states)
 
 
-def measure_heads(bench: Bench, shape: Shape) -> Row:
+class Looped(NamedTuple):
+    """A cell beside the compiled loop, in bfloat16."""
+
+    part: str
+    cell: lltm_ext.RecurrentCell
+    heads: int
+    grid: tuple[Shape, ...]
+    peer: str = "torch.compile'd loop"
+
+    @property
+    def ours(self) -> str:
+        heads = f", heads={self.heads}" if self.heads > 1 else ""
+        return f"Recurrent({self.cell.__name__}{heads})"
+
+
+LOOPED = (
+    Looped("heads", cells.slstm, 4, ((16, 256, 256), (16, 256, 512), (16, 256, 1024), (64, 512, 512))),
+    Looped("heads", cells.slstm, 3, ((8, 1024, 768),)),
+    Looped("norms", cells.dreamer_gru, 1, ((16, 64, 512),)),
+    Looped("norms", cells.layer_norm_lstm, 1, ((64, 512, 512), (16, 1000, 256))),
+)
+
+
+def measure_looped(bench: Bench, c: Looped, shape: Shape) -> Row:
     torch.compiler.reset()  # else the limit of recompilations leaves the peer uncompiled
-    dtype = torch.bfloat16
-    layer = lltm_ext.Recurrent(cells.slstm, shape[2], shape[2], heads=HEADS, device=bench.device, dtype=dtype)
+    dtype, hidden = torch.bfloat16, shape[2]
+    layer = lltm_ext.Recurrent(c.cell, hidden, hidden, heads=c.heads, device=bench.device, dtype=dtype)
     layers: dict[str, tuple[nn.Module, dict[str, Any]]] = {
         "ours": (layer, {}),
         "peer": (CompiledLoop(layer), {}),
     }
-    input = random_input(shape, bench.device, dtype)
-    row: Row = {"part": "heads", "ours": f"Recurrent(slstm, heads={HEADS})", "peer": "torch.compile'd loop"}
-    row |= {"precision": "bfloat16"} | dict(zip("BTH", shape, strict=True))
-    row |= in_both_modes(bench, layers, input, "bfloat16")
+    row: Row = {"part": c.part, "ours": c.ours, "peer": c.peer, "precision": "bfloat16"}
+    row |= dict(zip("BTH", shape, strict=True))
+    row |= in_both_modes(bench, layers, random_input(shape, bench.device, dtype), "bfloat16")
     return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
 
 
@@ -339,7 +366,7 @@ def claims_of(rows: Sequence[Row]) -> list[str]:
     found = []
     for part, ours, peer, precisions in (
         *((c.part, c.ours, c.peer, c.precisions) for c in COMPARISONS),
-        ("heads", f"Recurrent(slstm, heads={HEADS})", "torch.compile'd loop", ("bfloat16",)),
+        *((c.part, c.ours, c.peer, ("bfloat16",)) for c in LOOPED),
     ):
         groups = [HALVES, ("float32",), ("ieee",)]
         for group in groups:
@@ -401,8 +428,9 @@ def main() -> None:
     for c in COMPARISONS:
         for shape in SMALL_GRID if args.small else c.grid:
             rows += [compare(bench, c, shape, precision) for precision in c.precisions]
-    if not args.small:
-        rows += [measure_heads(bench, shape) for shape in HEADS_GRID]
+    for looped in LOOPED:
+        grid = ((4, 4, 8 * looped.heads),) if args.small else looped.grid
+        rows += [measure_looped(bench, looped, shape) for shape in grid]
     rows += [measure_resets(bench, shape) for shape in (SMALL_GRID if args.small else GRID[:3])]
     for which in MEMORY_BIAS:
         shape = SMALL_GRID[0] if args.small else (16, 1000, 128)
@@ -421,6 +449,7 @@ def main() -> None:
             "torch": compared,
             "own": compared,
             "heads": compared,
+            "norms": compared,
             "reset": ["B", "T", "H"] + [f"{m} {x}" for m in MODES for x in ("/ without", "/ split nn.LSTM")],
             "long memory": ["layer", "precision", "B", "T", "H"]
             + [f"{name} {what} error" for what in ("output", "gradient") for name in ("ours", "nn")],
