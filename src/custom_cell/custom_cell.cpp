@@ -211,14 +211,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("reset") = "",
         py::arg("independent_units") = 0, py::arg("small_batch") = 0, py::arg("single_step_rows") = 0,
         py::arg("on_tensor_cores") = false, py::arg("dense") = false, py::arg("block_threads") = 0,
-        py::arg("stage") = 0,
-        py::arg("heads") = 1);
+        py::arg("stage") = 0, py::arg("heads") = 1);
   m.def("compile", torch::wrap_pybind_function(returning_bytes(compile_binary)), py::arg("program"),
         py::arg("dtype"), py::arg("backward"), py::arg("variant"), py::arg("architecture"),
         py::arg("fused_rows") = 0, py::arg("reset") = "", py::arg("independent_units") = 0,
         py::arg("small_batch") = 0, py::arg("single_step_rows") = 0, py::arg("on_tensor_cores") = false,
-        py::arg("dense") = false, py::arg("block_threads") = 0, py::arg("stage") = 0,
-        py::arg("heads") = 1);
+        py::arg("dense") = false, py::arg("block_threads") = 0, py::arg("stage") = 0, py::arg("heads") = 1);
   m.def("compilations", compilations);
   m.def("add_compiled_cell", [](const std::string& name, intptr_t cell) {
     add_compiled_cell(name, *reinterpret_cast<const CompiledCell*>(cell));

@@ -2,6 +2,7 @@
 // numbers; persistent/units.cuh has it for packs of them.
 #pragma once
 
+#include "common/math.h"
 #include "recurrence/cell.h"
 
 namespace lltm_ext {
@@ -26,8 +27,9 @@ LLTM_HOST_DEVICE void for_slots(F&& f) {
     for_slots<kVariances - kHas, kSums - kOthers, kFirst + Now::kCount>(f);
   }
 }
-// Some values by the sum of their distances from one of them, and that of the squares of these. It rounds the
-// variance no more than a mean that is found first.
+
+// Some values by the sum of their distances from one of them, and that of the squares of these. Both are
+// found at once, and since the one is among the values, little cancels in the variance.
 template <typename A>
 struct Distances {
   A sum = 0, squares = 0;
@@ -35,9 +37,10 @@ struct Distances {
     sum += count * distance;
     squares += count * distance * distance;
   }
-  // Those from their mean, given 1 / count.
-  LLTM_HOST_DEVICE A from_mean(A share) const { return squares - sum * (sum * share); }
+  // The squares of the distances from the mean, given 1 / count.
+  LLTM_HOST_DEVICE A from_mean(A share) const { return relu(squares - sum * (sum * share)); }
 };
+
 // What a row has in these slots. A lane adds up part(p, slot) of the row's parts p = first, first + stride,
 // ..., which have units_of(p) units, and sum_of_lanes adds up the lanes.
 template <class Slots, typename A, class Part, class UnitsOf, class SumOfLanes>

@@ -222,9 +222,7 @@ class RowOfUnits<LLTM_PACK_TYPE> {
         part_(block * kWarps + threadIdx.x / kLanes % kWarps),
         exists_(exists) {
     if (!kCluster || threadIdx.x > 0) return;
-    for (int turn = 0; turn < 2; ++turn) {
-      hopper::mbarrier_init(parts.barrier(turn), 1);
-    }
+    for (int turn = 0; turn < 2; ++turn) hopper::mbarrier_init(parts.barrier(turn), 1);
     hopper::fence_mbarrier_init();
   }
 
