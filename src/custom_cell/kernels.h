@@ -48,7 +48,6 @@ class CellOp {
   static bool runs_in_float32(const at::Tensor& input) { return input.is_cpu() && input.element_size() == 2; }
   static bool needs_multiple_of_8(const at::Tensor& input) { return input.is_cuda(); }
   bool zeros_stay() const { return program_.zeros_stay; }
-  bool takes_heads() const { return !compiled_; }
   // The products of a step besides that with h.
   const std::vector<CellProduct>& products() const { return program_.products; }
   int stages(bool backward) const { return program_.stages(backward); }
@@ -62,6 +61,7 @@ class CellOp {
   template <typename T>
   cudaError_t plan(Type<T>, const Problem& problem, Algorithm requested, Plan& plan) const {
     if (compiled_) {
+      if (problem.heads > 1) return cudaSuccess;  // its persistent kernels take dense weights
       using Fused = std::conditional_t<std::is_same_v<T, double>, float, T>;  // float64 has steps only
       return launchers<Fused>().plan(problem, requested, plan);
     }

@@ -96,7 +96,7 @@ struct SequenceSizes {
   // Heads run side by side in persistent kernels. All other kernels take dense weights (dense_of_heads).
   Plan plan(const CellOp& op, const at::Tensor& like, bool backward, c10::string_view algorithm,
             size_t sequences, bool side_by_side, int64_t steps) const {
-    if (heads > 1 && op.takes_heads()) {
+    if (heads > 1 && like.is_cuda()) {
       const Plan of_heads = plan_for(op, like, batch, hidden, !batch_sizes, backward, algorithm, sequences,
                                      side_by_side, steps, heads);
       if (of_heads.runs_all_steps()) return of_heads;
