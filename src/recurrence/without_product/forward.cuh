@@ -105,13 +105,16 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kBlo
   __device__ void step(const Inputs& inputs, Results& results) {
     Saved saved;
     step(inputs, saved);
-    results.of[0] = Base::narrowed([&](int u) { return h_[u]; });
-    if constexpr (Base::kShape.has_output_apart()) {
-      results.of[1] = Base::narrowed([&](int u) { return output_of<Cell>(h_[u], states_[u]); });
-    }
+    set_outputs(results);
 #pragma unroll
     for (int v = 0; v < kSaved; ++v) {
       results.of[kFirstSaved + v] = Base::narrowed([&](int u) { return saved[u][v]; });
+    }
+  }
+  __device__ void set_outputs(Results& results) const {
+    results.of[0] = Base::narrowed([&](int u) { return h_[u]; });
+    if constexpr (Base::kShape.has_output_apart()) {
+      results.of[1] = Base::narrowed([&](int u) { return output_of<Cell>(h_[u], states_[u]); });
     }
   }
   __device__ void step(const Inputs& inputs, Saved& saved) {

@@ -173,10 +173,11 @@ __device__ __forceinline__ UnitMap<kUnits, kLive> shuffle_up(const UnitMap<kUnit
   return from;
 }
 
-// Cell::backward of gradients of what a step handed on: they become those of what it read.
+// Cell::backward of gradients of what a step handed on: they become those of what it read. `of_h`: that of h,
+// if no step reads it.
 template <class Units, class Saved>
 __device__ void pull_back(Units& units, int u, const Saved& saved,
-                          typename Units::A (&live)[at_least_one(Units::kLive)]) {
+                          typename Units::A (&live)[at_least_one(Units::kLive)], typename Units::A of_h = 0) {
   using Cell = typename Units::Cell;
   using A = typename Units::A;
   constexpr int kFirst = Units::kFirstLive;
@@ -186,7 +187,7 @@ __device__ void pull_back(Units& units, int u, const Saved& saved,
   for (int i = kFirst; i < Units::kCarried; ++i) {
     if (i > 0) grad_states[i - 1] = live[i - kFirst];
   }
-  const A grad_h = kFirst == 0 ? live[0] : A(0);
+  const A grad_h = kFirst == 0 ? live[0] : of_h;
   Cell::template backward<typename Units::Math>(saved[u], units.in_[u], grad_h, grad_states, grads);
 #pragma unroll
   for (int i = kFirst; i < Units::kCarried; ++i) live[i - kFirst] = i == 0 ? grads.h : grad_states[i - 1];
@@ -201,14 +202,106 @@ __device__ __forceinline__ void for_arrived(const Units& units, int begin, int e
 }
 
 // Reduces steps forward. A gradient of a new value with respect to an old one is a coefficient of the step.
+// Where there is room, the coefficients and the rest of a step take the place of what it read, so that the
+// cell's functions run once.
 template <class Cell, typename T, int kUnits, bool kDense, int kBlockThreads>
 class ForwardMap : public IndependentForward<Cell, T, kUnits, kDense, kBlockThreads> {
- protected:
+ public:
   using Units = IndependentForward<Cell, T, kUnits, kDense, kBlockThreads>;
+  using typename Units::A, typename Units::Inputs;
   using Units::Units;
-  using Maps = StepCoefficients<typename Units::A, Units::kLive>[kUnits];
+  using Maps = StepCoefficients<A, Units::kLive>[kUnits];
+  static constexpr int kLive = Units::kLive, kCarried = Units::kCarried, kFirst = Units::kFirstLive;
+  // Of a step, for each value that it hands on: its coefficients, and the rest.
+  struct Kept {
+    Vec<A, kUnits> of[kCarried][kLive + 1];
+  };
+  static constexpr bool kKeeps = kDense && Units::kSaved == 0 && kLive > 0 && sizeof(Kept) <= sizeof(Inputs);
 
   __device__ __forceinline__ void reduce(int begin, int end, Maps& maps) {
+    if constexpr (kKeeps) {
+      reduce_and_keep(begin, end, maps);
+    } else {
+      reduce_only(begin, end, maps);
+    }
+  }
+
+  // Runs steps from what reduce has kept.
+  template <class Sink>
+  __device__ __forceinline__ void run_kept(int begin, int end, Sink& sink) {
+#pragma unroll 4
+    for (int n = begin; n < end; ++n) {
+      Kept kept;
+      for_kept(n - begin, kept, [](auto& value, auto* place) { value = *place; });
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        A old[kLive];
+        for (int j = 0; j < kLive; ++j) old[j] = Units::carried(u, kFirst + j);
+        for (int i = 0; i < kCarried; ++i) Units::carried(u, i) = after(kept, u, i, old);
+      }
+      typename Units::Results results;
+      Units::set_outputs(results);
+      sink.next(n);
+      sink.write(results);
+    }
+  }
+
+ private:
+  // f(value, where it is in shared memory) of all values of a step of the tile.
+  template <class F>
+  __device__ __forceinline__ void for_kept(int step, Kept& kept, F&& f) const {
+    const typename Units::template StepPlace<Kept> place = {Units::template input_place<Inputs>(0, step),
+                                                            kept};
+#pragma unroll
+    for (auto& row : kept.of) {
+#pragma unroll
+      for (auto& value : row) f(value, place.place(value));
+    }
+  }
+  __device__ __forceinline__ static A after(const Kept& kept, int u, int i, const A (&old)[kLive]) {
+    A value = kept.of[i][kLive].data[u];
+#pragma unroll
+    for (int j = 0; j < kLive; ++j) value += kept.of[i][j].data[u] * old[j];
+    return value;
+  }
+
+  __device__ __forceinline__ void reduce_and_keep(int begin, int end, Maps& maps) {
+    A all[kUnits][kLive] = {};  // the values after the steps so far, from zeros
+    for_arrived<Units>(*this, begin, end, [&](int n, const Inputs& inputs) {
+      typename Units::Saved saved;
+      for (int u = 0; u < kUnits; ++u) {
+        for (int i = 0; i < kCarried; ++i) Units::carried(u, i) = 0;
+      }
+      Units::step(inputs, saved);
+      Kept kept;
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        auto of_step = maps[u].identity();
+#pragma unroll
+        for (int i = 0; i < kCarried; ++i) {
+          A row[kLive] = {};
+          if (i >= kFirst) row[i - kFirst] = 1;
+          pull_back(*this, u, saved, row, A(i < kFirst));
+#pragma unroll
+          for (int j = 0; j < kLive; ++j) {
+            kept.of[i][j].data[u] = row[j];
+            if (i >= kFirst) of_step.of[i - kFirst][j] = row[j];
+          }
+          kept.of[i][kLive].data[u] = Units::carried(u, i);
+        }
+        A next[kLive];
+        for (int i = 0; i < kLive; ++i) next[i] = after(kept, u, kFirst + i, all[u]);
+        for (int i = 0; i < kLive; ++i) all[u][i] = next[i];
+        maps[u].set(maps[u].then(of_step));
+      }
+      for_kept(n - begin, kept, [](const auto& value, auto* place) { *place = value; });
+    });
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      for (int i = 0; i < kLive; ++i) Units::carried(u, kFirst + i) = all[u][i];
+    }
+  }
+  __device__ __forceinline__ void reduce_only(int begin, int end, Maps& maps) {
     for_arrived<Units>(*this, begin, end, [&](int, const typename Units::Inputs& inputs) {
       typename Units::Saved saved;
       Units::step(inputs, saved);
@@ -228,6 +321,7 @@ class ForwardMap : public IndependentForward<Cell, T, kUnits, kDense, kBlockThre
 template <class Cell, typename T, int kUnits, bool kDense, int kBlockThreads>
 class BackwardMap : public IndependentBackward<Cell, T, kUnits, kDense, kBlockThreads> {
  protected:
+  static constexpr bool kKeeps = false;
   using Units = IndependentBackward<Cell, T, kUnits, kDense, kBlockThreads>;
   using Units::Units;
   using Maps = StepCoefficients<typename Units::A, Units::kLive>[kUnits];
@@ -305,9 +399,13 @@ class TiledUnits : public Map {
  private:
   __device__ __forceinline__ void run_steps(int begin, int end) {
     typename Map::Sink sink(*this, begin);
-    for_arrived<Units>(*this, begin, end, [&](int n, const typename Map::Inputs& inputs) {
-      Map::run_step(static_cast<Units&>(*this), sink, n, inputs);
-    });
+    if constexpr (Map::kKeeps) {
+      Map::run_kept(begin, end, sink);
+    } else {
+      for_arrived<Units>(*this, begin, end, [&](int n, const typename Map::Inputs& inputs) {
+        Map::run_step(static_cast<Units&>(*this), sink, n, inputs);
+      });
+    }
   }
   __device__ __forceinline__ static void copy_h(A (&to)[kUnits], const A (&from)[kUnits]) {
 #pragma unroll
