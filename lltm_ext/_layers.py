@@ -286,7 +286,6 @@ class CellLayer(SequenceLayer):
     """A layer that declares its own parameters, with one bias a gate, from the number of the op's gates."""
 
     bias: bool
-    heads: int = 1
     input_size: int | None  # type: ignore[assignment]  # None: the input is the product with weight_ih
 
     def __init__(
@@ -324,6 +323,9 @@ class CellLayer(SequenceLayer):
                     self.register_parameter(f"{name}_l{layer}{suffix}", parameter)
         self.reset_parameters()
 
+    def _columns(self, weight: str) -> int:
+        return self.hidden_size
+
     def _shapes(self, layer_input: int | None) -> dict[str, tuple[int, ...]]:
         """The parameters of one layer and direction, in their order."""
         rows, shapes = self._cell.gates * self.hidden_size, dict[str, tuple[int, ...]]()
@@ -331,7 +333,7 @@ class CellLayer(SequenceLayer):
             shapes["weight_ih"] = (rows, layer_input)
         if self._cell.recurrent:
             own_rows = len(self._cell.recurrent_gates) * self.hidden_size
-            shapes["weight_hh"] = (own_rows, self.hidden_size // self.heads)
+            shapes["weight_hh"] = (own_rows, self._columns("weight_hh"))
         if self.bias and rows > 0:
             shapes["bias"] = (rows,)
         return shapes

@@ -16,6 +16,7 @@ from lltm_ext.spike import spike
 __all__ = [
     "cfc",
     "cifg",
+    "dreamer_block_gru",
     "dreamer_gru",
     "gru",
     "indrnn",
@@ -341,5 +342,33 @@ def dreamer_gru(x, h, p, units):
     Source: Hafner et al., "Mastering Diverse Domains through World Models", 2023.
     """
     reset, candidate, update = units.layer_norm(x, p.scale, p.shift, eps=1e-3)
+    update = torch.sigmoid(update - 1)
+    return update * torch.tanh(torch.sigmoid(reset) * candidate) + (1 - update) * h
+
+
+@recurrence(
+    gates=1,
+    separate=True,
+    parameters={"bias_h": 0.0, "scale_h": 1.0, "scale": 1.0, "bias_gates": [0.0] * 3},
+    weights={"block": (1, 1), "features": (1, 1), "gates": (3, 1)},
+)
+def dreamer_block_gru(x, r, h, p, w, units):
+    """DreamerV3's GRU of blocks, which see each other through features of the whole row::
+
+        f = silu(norm(weight_hh h + bias_h) * scale_h)
+        y = silu(norm(x + block h + features f) * scale)
+        r, n, z = gates y + bias_gates
+        z = sigmoid(z - 1)
+        h' = z * tanh(sigmoid(r) * n) + (1 - z) * h
+
+    norm is units.rms_norm. The blocks are ``heads={"block": 8, "gates": 8}`` of a layer.
+
+    Source: the code of Hafner et al., "Mastering Diverse Domains through World Models", 2023.
+    """
+    silu = torch.nn.functional.silu
+    features = silu(units.rms_norm(r[0] + p.bias_h, p.scale_h, eps=1e-4))
+    y = x[0] + units.linear(h, w.block) + units.linear(features, w.features)
+    gates = units.linear(silu(units.rms_norm(y, p.scale, eps=1e-4)), w.gates)
+    reset, candidate, update = (gate + bias for gate, bias in zip(gates, p.bias_gates, strict=True))
     update = torch.sigmoid(update - 1)
     return update * torch.tanh(torch.sigmoid(reset) * candidate) + (1 - update) * h

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,9 @@ class Recurrent(CellLayer):
         batch_first: whether batched input and output are [B, T, ...] instead of [T, B, ...]; states are not.
         dropout: the probability of dropout on the output of every layer but the last.
         bidirectional: whether each layer also runs from the last step to the first (D = 2 instead of 1).
-        heads: into how many blocks the product with h is divided. A unit sees h of its block's units only.
+        heads: into how many blocks the product with h is divided, and those with the cell's own weights. A
+            unit sees h of its block's units only. A mapping from the names of weights ("weight_hh" or the
+            cell's own) divides these only.
         reverse: whether all layers run from the last step to the first only, as the reverse direction of a
             bidirectional layer does: hx is the state after the last step, the final states are those of
             step 0.
@@ -42,8 +44,8 @@ class Recurrent(CellLayer):
     Attributes:
         weight_ih_l{k}: [G*H, I], none without input_size, for layers above the first [G*H, D*H];
         weight_hh_l{k}: [R*H, H/heads] of R recurrent gates, none for a cell without recurrent product;
-        bias_l{k}: [G*H]; each parameter of the cell, {name}_l{k}: [H]. Those of the other direction end in
-        ``_reverse``.
+        bias_l{k}: [G*H]; each parameter of the cell, {name}_l{k}: [H]; each of its own weights: as the cell
+        declares it, or [n*H, H/heads]. Those of the other direction end in ``_reverse``.
 
     Shapes:
         input [T, B, I], [B, T, I] if batch_first, [T, I], or a PackedSequence; None for a cell without gates,
@@ -73,7 +75,7 @@ class Recurrent(CellLayer):
         batch_first: bool = False,
         dropout: float = 0.0,
         bidirectional: bool = False,
-        heads: int = 1,
+        heads: int | Mapping[str, int] = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         reverse: bool = False,
@@ -82,14 +84,8 @@ class Recurrent(CellLayer):
             raise TypeError(
                 f"{self._name}: expected cell to be made by recurrence, got {type(cell).__name__}"
             )
-        check_sizes(self._name, hidden_size=hidden_size, heads=heads)
-        if hidden_size % heads != 0 or (heads > 1 and not cell.recurrent):
-            why = (
-                f"divide hidden_size = {hidden_size}"
-                if cell.recurrent
-                else "be 1 without a recurrent product"
-            )
-            raise ValueError(f"{self._name}: expected heads to {why}, got {heads}")
+        check_sizes(self._name, hidden_size=hidden_size)
+        self._check_heads(cell, hidden_size, heads)
         if cell.gates == 0 and (input_size is not None or num_layers != 1):
             what, got = (
                 ("input_size=None", input_size) if input_size is not None else ("num_layers=1", num_layers)
@@ -102,6 +98,24 @@ class Recurrent(CellLayer):
         self.cell, self.heads, self.reverse = cell, heads, reverse
         options = (num_layers, bias, batch_first, dropout, bidirectional)
         super().__init__(input_size, hidden_size, *options, device=device, dtype=dtype)
+
+    def _check_heads(self, cell: RecurrentCell, hidden_size: int, heads: int | Mapping[str, int]) -> None:
+        weights = ["weight_hh", *(name for name, size in cell.weights.items() if size[1] == 1)]
+        for name, count in heads.items() if isinstance(heads, Mapping) else [("", heads)]:
+            if name and name not in weights:
+                expected = " or ".join(weights)
+                raise ValueError(f"{self._name}: expected heads of {expected}, got those of {name!r}")
+            what = f"heads[{name!r}]" if name else "heads"
+            check_sizes(self._name, **{what: count})
+            if hidden_size % count != 0 or (count > 1 and not cell.recurrent):
+                why = f"divide hidden_size = {hidden_size}"
+                why = why if cell.recurrent else "be 1 without a recurrent product"
+                raise ValueError(f"{self._name}: expected {what} to {why}, got {count}")
+
+    def _columns(self, weight: str) -> int:
+        """Those of a weight with a block for each head."""
+        heads = self.heads.get(weight, 1) if isinstance(self.heads, Mapping) else self.heads
+        return self.hidden_size // heads
 
     @property
     def _cell(self) -> RecurrentCell:  # type: ignore[override]
@@ -165,7 +179,7 @@ class Recurrent(CellLayer):
         size = self.hidden_size
         own: dict[str, tuple[int, ...]] = {name: (n * size,) for name, n in self.cell.widths().items()}
         for name, (rows, columns) in self.cell.weights.items():
-            own[name] = (rows * size, size // self.heads if columns == 1 else columns * size)
+            own[name] = (rows * size, self._columns(name) if columns == 1 else columns * size)
         return super()._shapes(layer_input) | own
 
     def _weights_of(self, layer: int, direction: int) -> tuple[Any, ...]:
@@ -196,6 +210,6 @@ class Recurrent(CellLayer):
         return scriptable_layer(self, Recurrent.forward)
 
     def extra_repr(self) -> str:
-        heads = f", heads={self.heads}" if self.heads > 1 else ""
+        heads = f", heads={self.heads}" if self.heads != 1 else ""
         reverse = ", reverse=True" if self.reverse else ""
         return f"{self.cell.__name__}, {super().extra_repr()}{heads}{reverse}"

@@ -6,11 +6,12 @@ from cell_examples import WITH_WEIGHTS, Example, norms_between_products
 from op_suite import DOUBLE, assert_near, needs_cuda
 
 import lltm_ext
+from lltm_ext import cells
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-CELLS = [*WITH_WEIGHTS.values(), norms_between_products]
+CELLS = [*WITH_WEIGHTS.values(), norms_between_products, cells.dreamer_block_gru]
 every_cell = pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.__name__)
 
 
@@ -40,6 +41,59 @@ def test_a_gru_with_the_reset_first_has_the_values_and_gradients_of_a_loop():
     sums = [sum((y * torch.sin(y)).sum() for y in results) for results in (found, expected)]
     for a, e in zip(*(torch.autograd.grad(x, tensors) for x in sums), strict=True):
         assert_near(a, e, 1e-12)
+
+
+def block_diagonal(x, weight):
+    """x [B, H] times the blocks of a [n*H, H/heads], n results."""
+    hidden, size = x.shape[1], weight.shape[1]
+    blocks = weight.view(-1, hidden // size, size, size)
+    return torch.einsum("bhi,nhoi->nbho", x.view(len(x), -1, size), blocks).flatten(2)
+
+
+def dreamer_block_gru(layer, input):
+    norm, silu = torch.nn.functional.rms_norm, torch.nn.functional.silu
+    w = {name.removesuffix("_l0"): x for name, x in layer.named_parameters()}
+    h, outputs = input.new_zeros(input.shape[1], layer.hidden_size), []
+    for x in input @ w["weight_ih"].t() + w["bias"]:
+        projected = h @ w["weight_hh"].t() + w["bias_h"]
+        features = silu(norm(projected, projected.shape[-1:], w["scale_h"], 1e-4))
+        y = x + block_diagonal(h, w["block"])[0] + features @ w["features"].t()
+        y = silu(norm(y, y.shape[-1:], w["scale"], 1e-4))
+        r, n, z = block_diagonal(y, w["gates"]) + w["bias_gates"].view(3, 1, -1)
+        z = torch.sigmoid(z - 1)
+        h = z * torch.tanh(torch.sigmoid(r) * n) + (1 - z) * h
+        outputs.append(h)
+    return torch.stack(outputs), h
+
+
+def test_dreamers_gru_of_blocks_has_the_values_and_gradients_of_a_loop():
+    torch.manual_seed(0)
+    heads = {"block": 4, "gates": 4}
+    layer = lltm_ext.Recurrent(cells.dreamer_block_gru, 5, 16, heads=heads, dtype=DOUBLE)
+    assert layer.weight_hh_l0.shape == layer.features_l0.shape == (16, 16)
+    assert layer.block_l0.shape == (16, 4) and layer.gates_l0.shape == (48, 4)
+    for name, x in layer.named_parameters():
+        if name.startswith(("scale", "bias")):
+            torch.nn.init.normal_(x, 1, 0.3)
+    input, parameters = torch.randn(6, 3, 5, dtype=DOUBLE), list(layer.parameters())
+    found, expected = layer(input)[0], dreamer_block_gru(layer, input)[0]
+    assert_near(found, expected, 1e-12)
+    gradients = (torch.autograd.grad(y.sin().sum(), parameters) for y in (found, expected))
+    for a, e in zip(*gradients, strict=True):
+        assert_near(a, e, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "heads,message",
+    [
+        ({"gate": 2}, "expected heads of weight_hh or block or features or gates, got those of 'gate'"),
+        ({"gates": 3}, r"expected heads\['gates'\] to divide hidden_size = 8, got 3"),
+        ({"block": 0}, r"expected heads\['block'\] to be positive, got 0"),
+    ],
+)
+def test_heads_of_weights_are_checked(heads, message):
+    with pytest.raises(ValueError, match=message):
+        lltm_ext.Recurrent(cells.dreamer_block_gru, 5, 8, heads=heads)
 
 
 def test_a_weight_of_several_blocks_multiplies_as_a_whole():
