@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import statistics
@@ -236,6 +237,56 @@ def measure_looped(bench: Bench, c: Looped, shape: Shape) -> Row:
     return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
 
 
+# ---- DreamerV3's GRU of blocks beside torchrl's ------------------------------------------------------------
+
+
+class BlockGRU(nn.Module):
+    """torchrl's DreamerV3BlockGRU by ours: its projection of the input, then the cell."""
+
+    def __init__(self, hidden: int, blocks: int, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        how: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.linear, self.scale = nn.Linear(hidden, hidden, **how), nn.Parameter(torch.ones(hidden, **how))
+        heads = {"block": blocks, "gates": blocks}
+        self.layer = lltm_ext.Recurrent(cells.dreamer_block_gru, hidden, hidden, heads=heads, **how)
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Any]:
+        y = nn.functional.rms_norm(self.linear(input), self.scale.shape, self.scale, 1e-4)
+        output: tuple[Tensor, Any] = self.layer(nn.functional.silu(y))
+        return output
+
+
+class OfTorchrl(nn.Module):
+    """torchrl's, on CUDA its Triton kernels, which take [B, T, H]. Its parameters are float32, whatever the input is."""
+
+    def __init__(self, hidden: int, blocks: int, device: torch.device):
+        super().__init__()
+        from torchrl.modules import DreamerV3BlockGRU
+
+        how = {"projection_size": hidden, "num_blocks": blocks, "device": device}
+        backend = "triton" if device.type == "cuda" else "reference"
+        self.layer = DreamerV3BlockGRU(hidden, hidden, **how, recurrent_backend=backend)
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Any]:
+        output, h_n = self.layer(input.transpose(0, 1))
+        return output.transpose(0, 1), h_n
+
+
+TORCHRL = "torchrl's DreamerV3BlockGRU"
+
+
+def measure_blocks(bench: Bench, shape: Shape, precision: str) -> Row:
+    dtype, hidden, blocks = dtype_of(precision), shape[2], 8
+    layers: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+        "ours": (BlockGRU(hidden, blocks, bench.device, dtype), {}),
+        "peer": (OfTorchrl(hidden, blocks, bench.device), {}),
+    }
+    row: Row = {"part": "norms", "ours": "Recurrent(dreamer_block_gru)", "peer": TORCHRL}
+    row |= {"precision": precision} | dict(zip("BTH", shape, strict=True))
+    row |= in_both_modes(bench, layers, random_input(shape, bench.device, dtype), precision)
+    return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
+
+
 # ---- resets ------------------------------------------------------------------------------------------------
 
 
@@ -367,6 +418,7 @@ def claims_of(rows: Sequence[Row]) -> list[str]:
     for part, ours, peer, precisions in (
         *((c.part, c.ours, c.peer, c.precisions) for c in COMPARISONS),
         *((c.part, c.ours, c.peer, ("bfloat16",)) for c in LOOPED),
+        ("norms", "Recurrent(dreamer_block_gru)", TORCHRL, ("bfloat16", "float32")),
     ):
         groups = [HALVES, ("float32",), ("ieee",)]
         for group in groups:
@@ -428,9 +480,13 @@ def main() -> None:
     for c in COMPARISONS:
         for shape in SMALL_GRID if args.small else c.grid:
             rows += [compare(bench, c, shape, precision) for precision in c.precisions]
-    for looped in LOOPED:
-        grid = ((4, 4, 8 * looped.heads),) if args.small else looped.grid
-        rows += [measure_looped(bench, looped, shape) for shape in grid]
+    for looped in LOOPED if not args.small else ():
+        rows += [measure_looped(bench, looped, shape) for shape in looped.grid]
+    if importlib.util.find_spec("torchrl"):
+        shape = (4, 4, 16) if args.small else (16, 64, 512)
+        rows += [measure_blocks(bench, shape, precision) for precision in ("bfloat16", "float32")]
+    else:
+        print("not measured: torchrl's kernels, because it is not installed")
     rows += [measure_resets(bench, shape) for shape in (SMALL_GRID if args.small else GRID[:3])]
     for which in MEMORY_BIAS:
         shape = SMALL_GRID[0] if args.small else (16, 1000, 128)
