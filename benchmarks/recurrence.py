@@ -257,7 +257,7 @@ class BlockGRU(nn.Module):
 
 
 class OfTorchrl(nn.Module):
-    """torchrl's, on CUDA its Triton kernels, which take [B, T, H]. Its parameters are float32, whatever the input is."""
+    """torchrl's, which takes [B, T, H], by its Triton kernels on CUDA. Its parameters are always float32."""
 
     def __init__(self, hidden: int, blocks: int, device: torch.device):
         super().__init__()
