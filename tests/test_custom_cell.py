@@ -552,6 +552,16 @@ def test_other_architectures(architecture, backward):
         binary(cells.gru.program, dtype, backward, -1, architecture)
 
 
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_120"])
+@passes
+def test_persistent_kernels_of_heads_and_of_values_over_units_compile(architecture, backward):
+    binary(cells.dreamer_gru.program, torch.float16, backward, 9, architecture)
+    binary(cells.slstm.program, torch.float32, backward, 20, architecture, heads=3)
+    if architecture == "sm_90":  # has clusters
+        binary(cells.dreamer_gru.program, torch.bfloat16, backward, 10, architecture)
+        binary(cells.slstm.program, torch.float16, backward, 4, architecture, reset="bool", heads=2)
+
+
 @compiled_for(["indrnn", *WITHOUT_PRODUCT], "masked_unit", "sm_75", "sm_80", "sm_120")
 @passes
 def test_kernels_of_independent_units_compile(name, architecture, backward):
