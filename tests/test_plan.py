@@ -19,17 +19,17 @@ PROGRAM = """
 using namespace lltm_ext;
 
 // Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,hopper,
-// shared bytes,algorithm,states,sequences,tf32,recurrent,side by side,steps,affine
+// shared bytes,algorithm,states,sequences,tf32,recurrent,side by side,steps,affine,over units,heads
 int main(int count, char** questions) {
   const char* names[] = {"auto", "stepwise", "cluster", "grid"};
   for (int i = 1; i < count; ++i) {
-    int n[18];
+    int n[20];
     char* at = questions[i];
     for (int& value : n) value = std::strtol(at, &at, 10), ++at;
     const CellShape cell = {n[5], n[11], /*saved=*/n[5] + 1, 0, 0, n[14] != 0, false, false, -1,
-                            false, false, n[17] != 0};
+                            false, false, n[17] != 0, n[18] != 0};
     const Problem problem = {cell, n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[12], n[13] != 0,
-                             n[15] != 0, n[16]};
+                             n[15] != 0, n[16], n[19]};
     const PersistentVariant* variants = problem.element_size == 2 ? kHalfVariants : kFloatVariants;
     DeviceInfo device = {n[6], n[7], n[8] != 0, {}, n[9]};
     for (int& multiprocessors : device.cluster_multiprocessors) multiprocessors = n[7] / 11 * 10;
@@ -106,8 +106,10 @@ def encode(
     side_by_side=False,
     steps=0,
     affine=False,
+    over_units=False,
+    heads=1,
 ):
-    cell = states, sequences, tf32, recurrent, side_by_side, steps, affine
+    cell = states, sequences, tf32, recurrent, side_by_side, steps, affine, over_units, heads
     values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm], *cell)
     return ",".join(str(int(value)) for value in values)
 
@@ -141,8 +143,12 @@ chips = pytest.mark.parametrize("chip", [H200, A100, L4], ids=["H200", "A100", "
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "packed"])
 @pytest.mark.parametrize("algorithm", ["auto", "cluster", "grid"])
 @pytest.mark.parametrize("sequences", [1, 2])
-def test_blocks_fit_on_the_chip_and_take_every_row_once(plan, chip, algorithm, dense, sequences):
-    asked = problems(chip=chip, algorithm=algorithm, dense=dense, sequences=sequences)
+@pytest.mark.parametrize(
+    "more", [{}, {"heads": 4}, {"over_units": True}], ids=["", "heads", "values over units"]
+)
+def test_blocks_fit_on_the_chip_and_take_every_row_once(plan, chip, algorithm, dense, sequences, more):
+    asked = problems(chip=chip, algorithm=algorithm, dense=dense, sequences=sequences, **more)
+    sequences *= more.get("heads", 1)
     for problem, (name, members, groups, rows, *_) in zip(asked, plan(*asked), strict=True):
         if name == "stepwise":
             continue
@@ -406,3 +412,34 @@ def test_steps_of_small_batch_cover_all_units_and_fit_a_block(plan, backward):
 def test_only_stepwise_plans_have_a_fused_step(plan):
     for found in plan(*problems()):
         assert found.algorithm == "stepwise" or (found.fused_step, found.small_batch) == ((0, 0), (0, 0, 0))
+
+
+def test_values_over_units_are_exchanged_in_a_cluster_or_else_a_grid(plan):
+    how = {"over_units": True}
+    half = [{"hidden": hidden, "batch": 16, **how} for hidden in (64, 512, 1024)]
+    floats = [{"hidden": hidden, "batch": 16, "size": 4, **how} for hidden in (64, 512)]
+    found = plan(*half, *(x | {"backward": True} for x in half), *floats)
+    wanted = ["cluster", "cluster", "grid"]
+    assert [x.algorithm for x in found] == [*wanted, *wanted, "cluster", "grid"]
+    assert not any(x.one_row or x.fused_step[0] or x.small_batch[0] for x in found)
+
+
+@pytest.mark.parametrize(
+    "options", [{"hidden": 2048}, {"batch": 4096}, {"dense": False}, {"recurrent": False}]
+)
+def test_other_cells_with_values_over_units_run_step_by_step(options, plan):
+    (found,) = plan({"hidden": 512, "batch": 16, "over_units": True} | options)
+    assert (found.algorithm, found.independent, found.fused_step) == ("stepwise", False, (0, 0))
+
+
+def test_all_heads_have_blocks_at_the_same_time(plan):
+    dense, heads = plan({"hidden": 128, "batch": 64}, {"hidden": 128, "batch": 64, "heads": 16})
+    assert (dense.algorithm, heads.algorithm) == ("cluster", "cluster")
+    grids = plan(*({"hidden": 1024, "batch": 16, "heads": heads} for heads in (1, 2, 4)))
+    assert all(x.members * x.groups * heads <= 132 for x, heads in zip(grids, (1, 2, 4), strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_heads_have_no_kernels_of_single_steps(size, plan):
+    found = plan(*({"hidden": 2048, "batch": batch, "size": size, "heads": 4} for batch in (8, 256)))
+    assert all(x.fused_step == (0, 0) and x.small_batch == (0, 0, 0) for x in found)
