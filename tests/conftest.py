@@ -1,5 +1,6 @@
 """Parameters that tests ask for by name: `device`, `dtype`, and what an op's suite offers (op_suite.py)."""
 
+import collections
 import contextlib
 import logging
 import os
@@ -104,6 +105,16 @@ def pytest_collection_modifyitems(items):
     With --no-loadscope-reorder: pytest-xdist would else start with the files of most tests.
     """
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """One line for all skips, which without a GPU are half of the tests."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = collections.Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    common = [f"{count:,} for {reason!r}" for reason, count in reasons.most_common(3)]
+    others = f", the others for {len(reasons) - 3} other reasons (-rs lists them)" * (len(reasons) > 3)
+    if reports:
+        terminalreporter.write_line(f"{len(reports):,} skipped: {', '.join(common)}{others}")
 
 
 @pytest.fixture
