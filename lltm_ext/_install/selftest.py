@@ -21,7 +21,9 @@ from torch import Tensor
 
 import lltm_ext
 from lltm_ext._activations import ACTIVATIONS
+from lltm_ext._arguments import SequenceCall
 from lltm_ext._install import build_record, toolchain
+from lltm_ext._loop import run_loop
 from lltm_ext._unary import UNARY_OPS
 from lltm_ext.fake_quantize import fake_quantize_reference
 from lltm_ext.gemm import gemm_reference
@@ -79,6 +81,9 @@ def checks() -> Iterator[Check]:
     yield from of_sequences("lltm", 3, lltm_reference)
     yield from of_sequences("lstm", 4, lstm_reference)
     yield Check("recurrence, gru", own_gru, torch_gru, functools.partial(gru_inputs, 9, 16, 64))
+    for hidden in (64, 136):
+        yield from of_own_cell("recurrence, norms", lltm_ext.cells.dreamer_gru, hidden)
+    yield from of_own_cell("recurrence, heads", lltm_ext.cells.gru, 128, heads=2)
 
 
 def public(name: str) -> Function:
@@ -265,6 +270,51 @@ def gru_inputs(length: int, batch: int, hidden: int, make: Make) -> Inputs:
     """Makes input, h0, weight_ih, weight_hh, bias and b_hn."""
     input, h0, _, *weights = sequence(3, length, batch, hidden, make)
     return input, h0, *weights, make(hidden)
+
+
+def of_own_cell(row: str, cell: lltm_ext.RecurrentCell, hidden: int, heads: int = 1) -> Iterator[Check]:
+    """The cell's kernels against a loop of its function, by torch's ops."""
+    inputs = functools.partial(own_inputs, cell, hidden, heads)
+    for algorithm in ("auto", "stepwise", "cluster", "grid"):
+        ours = functools.partial(own_cell, cell, algorithm)
+        yield Check(row, ours, functools.partial(own_loop, cell), inputs)
+
+
+def own_inputs(cell: lltm_ext.RecurrentCell, hidden: int, heads: int, make: Make) -> Inputs:
+    """Makes input, h0, weight_ih, weight_hh, bias and the cell's parameters."""
+    input, h0, _, weight_ih, _, bias = sequence(cell.gates, 9, 11, hidden, make)
+    size = hidden // heads
+    weight_hh = make(cell.gates * hidden, size, scale=0.5 * size**-0.5)
+    return input, h0, weight_ih, weight_hh, bias, *(make(n * hidden) for n in cell.widths().values())
+
+
+def with_names(cell: lltm_ext.RecurrentCell, tensors: Inputs) -> tuple[Any, ...]:
+    """Input, the states, which are zeros besides h0, the weights, and the parameters by their names."""
+    input, h0, *weights = tensors[:5]
+    states = (h0, *(torch.zeros_like(h0) for _ in cell.state_names[1:]))
+    named = dict(zip(cell.parameters, tensors[5:], strict=True))
+    return input, states if len(states) > 1 else h0, *weights, named
+
+
+def own_cell(cell: lltm_ext.RecurrentCell, algorithm: str, *tensors: Tensor) -> Any:
+    *arguments, named = with_names(cell, tensors)
+    for backward in (False, True):
+        try:
+            cell.algorithm(*arguments, **named, algorithm=algorithm, backward=backward)
+        except (RuntimeError, ValueError) as error:
+            reason, can_not, _ = str(error).partition(" (algorithm 'auto' runs everything)")
+            raise Unable(reason.partition(": ")[2]) if can_not else error from None
+    output, final = cell(*arguments, **named, algorithm=algorithm)
+    return output, *(final if isinstance(final, tuple) else (final,))
+
+
+def own_loop(cell: lltm_ext.RecurrentCell, *tensors: Tensor) -> Any:
+    input, states, weight_ih, weight_hh, bias, named = with_names(cell, tensors)
+    parameters = cell.values_of_units(named, tensors[1].shape[1])
+    states = states if isinstance(states, tuple) else (states,)
+    call = SequenceCall(input, states, weight_ih, weight_hh, bias, parameters)
+    output, final = run_loop(cell, call)
+    return output, *final
 
 
 # ---- a check -----------------------------------------------------------------------------------------------
