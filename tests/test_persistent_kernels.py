@@ -31,7 +31,7 @@ AS_MANY_LEVELS = {"dreamer_gru"}
 FROM_PYTHON = {
     name: cell
     for name, cell in EXAMPLES.items()
-    if name not in {*SURROGATES, *AS_MINGRU, *AS_QRNN, *AS_OTHERS, *AS_MANY_LEVELS}
+    if name not in {*SURROGATES, *AS_MINGRU, *AS_QRNN, *AS_OTHERS, *AS_MANY_LEVELS} and not cell.weights
 }
 FROM_PYTHON |= MIXING | {"growing": growing, "many_levels": many_levels}
 # The package's own cells are written by hand.
