@@ -215,19 +215,17 @@ struct DirectionGradients {
     bias = at::Tensor();
   }
 
-  void prepare_for_fused(const Plan& plan) {
+  void prepare_for_fused(const Plan& plan, const SequenceSizes& sizes) {
     const UnitTiles& tiles = plan.tiles;
-    if (inputs.weight_hh.defined()) {
-      const at::Tensor weight = plan.heads > 1 ? inputs.weight_hh : dense_weight_hh();
-      if (!weight_hh_t.defined() || weight_hh_t.size(0) != weight.size(1)) weight_hh_t = aligned(weight.t());
+    const bool is_other = weight_hh_t.defined() && weight_hh_t.size(0) != sizes.hidden / plan.heads;
+    if (inputs.weight_hh.defined() && (!weight_hh_t.defined() || is_other)) {
+      weight_hh_t = aligned(sizes.weight_hh(plan, inputs).t());
     }
     if (grad_output && !dense_grad_output.defined()) dense_grad_output = aligned(*grad_output);
     if (tiles.threads == 0) return;
     extend(grad_initial, tiles.tiles * tiles.rows());
     extend(grad_sums, tiles.tiles * grad_h.size(0));
   }
-
-  at::Tensor dense_weight_hh() { return dense_of_heads(inputs.weight_hh, grad_h.size(1)); }
 
   // Adds zeros to the first dimension.
   static void extend(at::Tensor& x, int64_t count) {
@@ -305,7 +303,7 @@ struct Backward {
     // A direction keeps these tensors for its other chunks, so they are allocated on the current stream.
     for (size_t i = 0; i < parts.size(); ++i) {
       const Plan of_one = plan_of(parts.slice(i, 1), /*side_by_side=*/true);
-      if (of_one.is_fused()) parts[i].direction.prepare_for_fused(of_one);
+      if (of_one.is_fused()) parts[i].direction.prepare_for_fused(of_one, sizes);
     }
     run_side_by_side(like, parts.size(),
                      [&](size_t i) { run_steps(parts.slice(i, 1), /*side_by_side=*/true); });
@@ -323,7 +321,7 @@ struct Backward {
     const Matmul matmul(h);
     const OwnProducts own(shape, op.products(), hidden);
     const int stages = op.stages(/*backward=*/true);
-    const at::Tensor weight_hh = direction.dense_weight_hh();
+    const at::Tensor weight_hh = dense_of_heads(direction.inputs.weight_hh, hidden);
     at::Tensor own_products;
     if (own.any()) own_products = at::empty({batch, shape.products * hidden}, grad_states.options());
     for (size_t k = chunk.last; k-- > chunk.first;) {
@@ -400,7 +398,7 @@ struct Backward {
     for (const DirectionChunk& part : parts) {
       const DirectionGradients& d = part.direction;
       parameters.push_back(aligned(with_bias(shape, d.parameters, d.bias, sizes.hidden)));
-      part.direction.prepare_for_fused(plan);
+      part.direction.prepare_for_fused(plan, sizes);
       if (!plan.runs_all_steps()) part.direction.write_zeros();
     }
     const auto arguments_of = [&](auto type, size_t i) {
@@ -434,7 +432,7 @@ struct Backward {
           .h0 = pointer<T>(direction.h0),
       };
     };
-    const at::Tensor links = sizes.links(plan, shape, /*backward=*/true, parts.size(), like);
+    const at::Tensor links = sizes.links(plan, shape, like);
     const bool ran = try_launch_fused("recurrence_backward", like, plan, call.algorithm, parts.size(),
                                       [&](auto type, auto stream) {
                                         return op.launch(per_direction(type, parts.size(), arguments_of),

@@ -199,7 +199,7 @@ struct Forward {
     std::vector<at::Tensor> weights, h0, states0, states_n, parameters, step_inputs, reset;
     for (size_t i = first; i < first + count; ++i) {
       const Direction& d = call.directions[i];
-      weights.push_back(aligned(plan.heads > 1 ? d.weight_hh : dense_of_heads(d.weight_hh, sizes.hidden)));
+      weights.push_back(aligned(sizes.weight_hh(plan, d)));
       h0.push_back(aligned(d.h0));
       if (plan.runs_all_steps()) {
         states0.push_back(aligned(d.states));
@@ -238,7 +238,7 @@ struct Forward {
           .states_n = mutable_pointer<void>(states_n[i]),
       };
     };
-    const at::Tensor links = sizes.links(plan, shape, /*backward=*/false, count, outs[0].output);
+    const at::Tensor links = sizes.links(plan, shape, outs[0].output);
     const bool ran = try_launch_fused(
         "recurrence_forward", outs[0].output, plan, call.algorithm, count, [&](auto type, auto stream) {
           auto sequences = per_direction(type, count, arguments_of);

@@ -82,6 +82,17 @@ inline Plan plan_for(const CellOp& of, const at::Tensor& input, int64_t batch, i
   return plan;
 }
 
+// [G * H, H] of block-diagonal [G * H, H / heads], with zeros between the blocks.
+inline at::Tensor dense_of_heads(const at::Tensor& weight, int64_t hidden) {
+  if (!weight.defined() || weight.size(1) == hidden) return weight;
+  const int64_t size = weight.size(1), heads = hidden / size, gates = weight.size(0) / hidden;
+  const at::Tensor dense = at::zeros({weight.size(0), hidden}, weight.options()),
+                   blocks = dense.as_strided({gates, heads, size, size},
+                                             {hidden * hidden, size * (hidden + 1), hidden, 1});
+  blocks.copy_(weight.view({gates, heads, size, size}));
+  return dense;
+}
+
 // The sizes of a sequence, the same for all directions of a layer.
 struct SequenceSizes {
   int64_t length, batch, hidden, heads;
@@ -104,19 +115,16 @@ struct SequenceSizes {
     return plan_for(op, like, batch, hidden, !batch_sizes, backward, algorithm, sequences, side_by_side,
                     steps);
   }
-  // Memory for the links of a plan's tiles, or for the parts of rows of `sequences` sequences; undefined if
-  // there are none.
-  at::Tensor links(const Plan& plan, const CellShape& shape, bool backward, size_t sequences,
-                   const at::Tensor& like) const {
-    const int element_size = static_cast<int>(like.element_size());
-    int64_t bytes = 0;
+  // What a plan takes of weight_hh.
+  at::Tensor weight_hh(const Plan& plan, const Direction& d) const {
+    return plan.heads > 1 ? d.weight_hh : dense_of_heads(d.weight_hh, hidden);
+  }
+  // Memory for the links of a plan's tiles, or for the parts of rows; undefined if there are none.
+  at::Tensor links(const Plan& plan, const CellShape& shape, const at::Tensor& like) const {
+    int64_t bytes = plan.row_parts_bytes;
     if (plan.tiles.threads > 0) {
-      bytes =
-          plan.tiles.link_bytes(independent_units(batch, hidden, element_size, true), shape.live_states());
-    } else if (plan.variant >= 0) {
-      const PersistentVariant* const variants = element_size == 2 ? kHalfVariants : kFloatVariants;
-      const PersistentShape kernel = {shape, variants[plan.variant], element_size, backward};
-      bytes = sequences * plan.grid.groups * kernel.row_parts_bytes(plan.grid.group_blocks);
+      const int units = independent_units(batch, hidden, static_cast<int>(like.element_size()), true);
+      bytes = plan.tiles.link_bytes(units, shape.live_states());
     }
     if (bytes == 0) return {};
     return at::empty({ceil_div(bytes, int64_t{8})}, like.options().dtype(at::kDouble));
@@ -131,17 +139,6 @@ struct SequenceSizes {
             first_rows.defined() ? first_rows.const_data_ptr<int64_t>() : nullptr};
   }
 };
-
-// [G * H, H] of block-diagonal [G * H, H / heads], with zeros between the blocks.
-inline at::Tensor dense_of_heads(const at::Tensor& weight, int64_t hidden) {
-  if (!weight.defined() || weight.size(1) == hidden) return weight;
-  const int64_t rows = weight.size(0), size = weight.size(1);
-  const at::Tensor dense = at::zeros({rows, hidden}, weight.options());
-  for (int64_t row = 0; row < rows; row += size) {
-    dense.narrow(0, row, size).narrow(1, row % hidden, size).copy_(weight.narrow(0, row, size));
-  }
-  return dense;
-}
 
 // The first row of each step of a packed sequence, on the device of `like`.
 inline at::Tensor first_rows_on(const at::Tensor& like, at::OptionalIntArrayRef batch_sizes) {

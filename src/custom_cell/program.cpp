@@ -61,7 +61,7 @@ KernelText text_of(const CellKernel& kernel, const CellShape& shape, bool ends_i
                  reset.empty() ? "" : ", ", reset, heads, ">");
     return {kernel.backward ? "persistent/backward.cuh" : "persistent/forward.cuh",
             c10::str("const __grid_constant__ PerDirection<Sequence", direction,
-                     "Arguments<T>> sequences, const GroupGrid grid"),
+                     "Arguments<T>> sequences, const GroupGrid", shape.over_units ? "OfRows" : "", " grid"),
             c10::str(config, "::kShape.threads(), ", config, "::kShape.blocks()"),
             c10::str("run_persistent<", config, ", ", direction, "Steps<", config, ">>(sequences, grid)")};
   }

@@ -24,7 +24,8 @@ struct Plan {
   bool independent = false;  // for kStepwise only: one kernel runs all steps of a cell without a product
   UnitTiles tiles = {};      // for these cells
   int heads = 1;             // that a persistent kernel runs side by side, each with its block of the weights
-  std::string why_not;       // why the requested algorithm can't run
+  int64_t row_parts_bytes = 0;  // of memory for GroupGridOfRows
+  std::string why_not;          // why the requested algorithm can't run
 
   bool is_fused() const { return runs_all_steps() || fused_step.split_k > 0 || small_batch.rows > 0; }
   // Whether one launch runs all steps. The states then stay on the chip between them.
@@ -286,6 +287,8 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
       if (if_it_pays && !plan_detail::pays_off(v, problem, device, grid, fused_step)) continue;
       plan = {v.algorithm, i, grid};
       plan.heads = problem.heads;
+      const PersistentShape shape = {problem.cell, v, problem.element_size, problem.backward};
+      plan.row_parts_bytes = problem.sequences * grid.groups * shape.row_parts_bytes(grid.group_blocks);
       return;
     }
   };

@@ -680,16 +680,16 @@ class Kernels {
     const int units = Config::kShape.units(), needed = (c_.hidden / kHeads + units - 1) / units;
     // As the planner: a single block can't send to itself.
     const int group_blocks = Config::kThrough == ExchangeThrough::kCluster ? std::max(needed, 2) : needed;
-    return {group_blocks, (c_.batch + c_.group_rows - 1) / c_.group_rows, c_.group_rows, nullptr};
+    return {group_blocks, (c_.batch + c_.group_rows - 1) / c_.group_rows, c_.group_rows};
   }
 
   template <class Config, class Steps, class Arguments>
   void launch(const Arguments& arguments) const {
-    GroupGrid groups = grid<Config>();
+    GroupGridOfRows groups = {grid<Config>(), nullptr};
     std::vector<Uint64Pair> row_parts(groups.groups * Config::kShape.row_parts_bytes(groups.group_blocks) /
                                       sizeof(Uint64Pair));
     groups.row_parts = row_parts.data();
-    const Group group = {c_.hidden / kHeads, groups.group_blocks, 0, groups.rows, c_.hidden};
+    const Group group = {c_.hidden / kHeads, groups.group_blocks, 0, groups.rows};
     const cuda_on_cpu::Grid grid = {groups.groups * groups.group_blocks, Config::kShape.threads(),
                                     kCluster ? groups.group_blocks : 1,
                                     static_cast<size_t>(Config::kShape.shared_bytes(group))};

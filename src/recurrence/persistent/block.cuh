@@ -56,7 +56,7 @@ struct PersistentConfig {
   using Math = typename MathOf<typename Conditional<kVariant.tf32, __half, T>::type>::type;
   using Tile = BlockTile<T, kUnitTiles, kChunks>;
   using Exchange = StateExchange<kThrough, T, kInputs, kChunks, Tile::kUnits, kShape.most_hidden(),
-                                 kShape.sharing_warps()>;
+                                 kShape.sharing_warps(), kHeads>;
   using Product = typename Conditional<kVariant.tf32, Tf32Product, typename ProductOf<T>::type>::type;
   using Weights = WarpWeights<kGates, kChunks, kShape.gates_in_registers()>;
   static constexpr int kInputsPerProduct = kShape.inputs_per_product();
@@ -93,8 +93,7 @@ struct ThreadMap {
   }
 
   __device__ Group group(const GroupGrid& grid, int hidden) const {
-    return {hidden, grid.group_blocks, static_cast<int>(blockIdx.x) % grid.group_blocks, end_row - first_row,
-            Config::kHeads * hidden};
+    return {hidden, grid.group_blocks, static_cast<int>(blockIdx.x) % grid.group_blocks, end_row - first_row};
   }
 
   // The row and unit of the thread's i-th pair in a tile.

@@ -22,7 +22,7 @@ namespace lltm_ext {
 // The row that a lane loads.
 template <typename T>
 struct RowSource {
-  const T* row;    // in memory, at the lane's first element; further inputs are `width` elements apart
+  const T* row;    // in memory, at the lane's first element; further inputs are a plane apart
   int vectors;     // below the hidden size; the others are zeros
   bool exchanged;  // whether the group's blocks write the row during the kernel
   int element;     // the lane's first element
@@ -49,15 +49,15 @@ struct ExchangeBuffer {
   // Takes what rows keep of the group's h, or leaves zeros if h is null. A kernel's first step reads it
   // from here as all others do: a branch to global memory in the loop makes the compiler wait there for the
   // loads of the next step's inputs, which are in flight.
-  template <typename Reset>
-  __device__ void set(const T* h, const Reset* reset, const Group& group) const {
+  template <int kHeads, typename Reset>
+  __device__ void set(const T* h, const Reset* reset, int rows, int hidden) const {
     struct alignas(16) Vector {
       T values[16 / sizeof(T)];
     };
     __syncthreads();
-    const int vectors = group.hidden * static_cast<int>(sizeof(T)) / 16;
-    for (int i = threadIdx.x; h && i < group.rows * vectors; i += kBlockThreads) {
-      Vector x = reinterpret_cast<const Vector*>(h + i / vectors * group.width)[i % vectors];
+    const int vectors = hidden * static_cast<int>(sizeof(T)) / 16;
+    for (int i = threadIdx.x; h && i < rows * vectors; i += kBlockThreads) {
+      Vector x = reinterpret_cast<const Vector*>(h)[i + i / vectors * (kHeads - 1) * vectors];
       if (reset) {
         for (T& value : x.values) {
           value = narrow<T>(scale_by_mask(mask_of(reset[i / vectors]), float(widen(value))));
@@ -86,9 +86,9 @@ struct ExchangeBuffer {
 constexpr int kMaxPolls = 1 << 24;
 inline __device__ __noinline__ void trap_on_timeout() { __trap(); }
 
-// kWidth: the most hidden units that the variant takes.
+// kWidth: the most hidden units that the variant takes. kHeads: those whose units a row in memory has.
 template <ExchangeThrough kThrough, typename T, int kInputs, int kChunks, int kUnits, int kWidth,
-          int kSharingWarps>
+          int kSharingWarps, int kHeads>
 class StateExchange;
 
 // ---- through L2: the data is its own flag
@@ -103,8 +103,8 @@ __device__ __forceinline__ bool is_written(const uint4& x) {
   return max(max(x.x, x.y), max(x.z, x.w)) != kUnwritten;
 }
 
-template <typename T, int kInputs, int kChunks, int kUnits, int kWidth, int kSharingWarps>
-class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kWidth, kSharingWarps> {
+template <typename T, int kInputs, int kChunks, int kUnits, int kWidth, int kSharingWarps, int kHeads>
+class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kWidth, kSharingWarps, kHeads> {
   static constexpr int kOwnChunks = kChunks / kSharingWarps;  // chunks that a warp fetches
   static_assert(kSharingWarps <= 2 && kChunks % kSharingWarps == 0, "vectors are shared by two at most");
 
@@ -112,7 +112,7 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kWidth, k
   static constexpr bool kThroughL2 = true;
 
   __device__ StateExchange(char* shared, const Group& group)
-      : input_bytes_(group.width * sizeof(T)),
+      : input_bytes_(kHeads * group.hidden * sizeof(T)),
         sharing_warp_(kSharingWarps == 1 ? 0 : threadIdx.x / 32 / kKSlices),
         k_slice_(threadIdx.x / 32 % kKSlices),
         shared_(reinterpret_cast<uint4*>(shared) + threadIdx.x % 32) {}
@@ -203,8 +203,8 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kWidth, k
 // memory of all blocks by st.async, in packets of 16 bytes that complete an mbarrier there. Two buffers
 // alternate: when a block has the values of a step, all blocks have read the buffer of the step before.
 
-template <typename T, int kInputs, int kChunks, int kUnits, int kWidth, int kSharingWarps>
-class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kWidth, kSharingWarps> {
+template <typename T, int kInputs, int kChunks, int kUnits, int kWidth, int kSharingWarps, int kHeads>
+class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kWidth, kSharingWarps, kHeads> {
  public:
   static constexpr bool kThroughL2 = false;
 
@@ -232,7 +232,7 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kWid
   // The first step waits as all others do.
   template <typename Reset>
   __device__ void begin(const T* h, const Reset* reset) {
-    first_.set(h, reset, group_);
+    first_.template set<kHeads>(h, reset, group_.rows, group_.hidden);
     if (threadIdx.x == 0) hopper::mbarrier_arrive(&barriers_[0]);
   }
   __device__ void start(const RowSource<T>&) {}
@@ -306,8 +306,8 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kWid
 //
 // A step's values replace those of the step before, which all warps have read when the cell runs.
 
-template <typename T, int kInputs, int kChunks, int kUnits, int kWidth, int kSharingWarps>
-class StateExchange<ExchangeThrough::kBlock, T, kInputs, kChunks, kUnits, kWidth, kSharingWarps> {
+template <typename T, int kInputs, int kChunks, int kUnits, int kWidth, int kSharingWarps, int kHeads>
+class StateExchange<ExchangeThrough::kBlock, T, kInputs, kChunks, kUnits, kWidth, kSharingWarps, kHeads> {
  public:
   static constexpr bool kThroughL2 = false;
 
@@ -316,7 +316,7 @@ class StateExchange<ExchangeThrough::kBlock, T, kInputs, kChunks, kUnits, kWidth
   }
   template <typename Reset>
   __device__ void begin(const T* h, const Reset* reset) {
-    buffer_.set(h, reset, group_);
+    buffer_.template set<kHeads>(h, reset, group_.rows, group_.hidden);
   }
   __device__ void start(const RowSource<T>&) {}
   __device__ void send() {}

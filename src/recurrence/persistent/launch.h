@@ -48,7 +48,7 @@ cudaError_t fill_unwritten(const CellShape& cell, const PerDirection<SequenceBac
   return fill_unwritten(s.grad_gates, s.rows, int64_t{cell.gates} * s.hidden, stream);
 }
 
-// Launches a persistent kernel: a __global__ function or a cudaKernel_t. `row_parts`: of row_parts_bytes().
+// Launches a persistent kernel: a __global__ function or a cudaKernel_t. `row_parts`: Plan::row_parts_bytes.
 template <template <typename> class Arguments, typename T>
 cudaError_t launch_persistent(const void* kernel, const CellShape& cell,
                               const PerDirection<Arguments<T>>& sequences, const Plan& plan,
@@ -60,13 +60,10 @@ cudaError_t launch_persistent(const void* kernel, const CellShape& cell,
     if (error != cudaSuccess) return error;
   }
   const PersistentShape shape = {cell, variants_of<T>()[plan.variant], sizeof(T), kBackward};
-  const int hidden = sequences.of[0].hidden;
-  const Group group = {hidden / plan.heads, plan.grid.group_blocks, 0, plan.grid.rows, hidden};
-  GroupGrid grid = plan.grid;
-  grid.row_parts = row_parts;
-  if (row_parts) {
-    const int64_t bytes = sequences.count * grid.groups * shape.row_parts_bytes(group.blocks);
-    const cudaError_t error = cudaMemsetAsync(row_parts, 0, bytes, stream);
+  const Group group = {sequences.of[0].hidden / plan.heads, plan.grid.group_blocks, 0, plan.grid.rows};
+  const GroupGridOfRows grid = {plan.grid, row_parts};  // kernels of other cells take the first part of it
+  if (plan.row_parts_bytes > 0) {
+    const cudaError_t error = cudaMemsetAsync(row_parts, 0, plan.row_parts_bytes, stream);
     if (error != cudaSuccess) return error;
   }
   const int shared_bytes = shape.shared_bytes(group);
@@ -81,7 +78,7 @@ cudaError_t launch_persistent(const void* kernel, const CellShape& cell,
     attribute.val.cooperative = 1;
   }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid.groups * group.blocks, sequences.count * plan.heads);
+  config.gridDim = dim3(plan.grid.groups * group.blocks, sequences.count * plan.heads);
   config.blockDim = dim3(shape.threads());
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;

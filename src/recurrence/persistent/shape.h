@@ -24,8 +24,7 @@ struct Group {
   int hidden;
   int blocks;
   int block;
-  int rows;   // rows of the batch
-  int width;  // units of all heads, of which the group has one
+  int rows;  // rows of the batch
 };
 
 // Bytes from one row to the next in shared memory. An offset of half the banks puts the two rows that a

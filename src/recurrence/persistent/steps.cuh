@@ -200,7 +200,8 @@ class PersistentSteps {
       const int blocks = grid.group_blocks, block = static_cast<int>(blockIdx.x);
       const int64_t group = int64_t{blockIdx.y} * grid.groups + block / blocks;
       return {storage.row_parts(),
-              static_cast<char*>(grid.row_parts) + group * Config::kShape.row_parts_bytes(blocks),
+              static_cast<char*>(static_cast<const GroupGridOfRows&>(grid).row_parts) +
+                  group * Config::kShape.row_parts_bytes(blocks),
               hidden_,
               blocks,
               block % blocks,

@@ -171,14 +171,15 @@ struct PackMath {
 #undef LLTM_PACK_FUNCTION
 };
 
-// What the warps of a row have found, of two calls that alternate: a block that has the values of a call has
-// those of all others, which have read the call before.
-struct RowPart {
+// What a warp has found of a row.
+struct alignas(16) RowPart {
   float slots[kRowSlots];
-  __device__ uint4* vectors() { return reinterpret_cast<uint4*>(slots); }
+  __device__ const uint4* vectors() const { return reinterpret_cast<const uint4*>(slots); }
 };
-// A block's memory: [2, kRowTile, most parts of a row], behind the barriers of both calls. Through L2 only
-// the lanes of a row use it, so calls need not take turns.
+// What all warps of a row have found, in a block's memory: [2, kRowTile, most parts of a row], behind a
+// barrier for each of two calls that alternate. A block that has the values of a call has those of all
+// others, which have read the call before. Through L2 only the lanes of a row use it, so calls need not take
+// turns.
 class RowParts {
  public:
   __device__ RowParts(char* memory, int most) : barriers_(reinterpret_cast<uint64_t*>(memory)), most_(most) {}
@@ -239,23 +240,24 @@ class RowOfUnits<LLTM_PACK_TYPE> {
   __device__ void moments(P (&variances)[kVariances], P (&means)[kVariances], P (&sums)[kSums]) const {
     add_up<kVariances, kSums>(variances, means, sums);
   }
-  __device__ P per_unit(P sum) const { return sum * P(1.f / static_cast<float>(hidden_)); }
+  __device__ P per_unit(P sum) const { return sum * P(share()); }
   __device__ P max(P x) const {
     const auto larger_of = [](float a, float b) { return maximum(a, b); };
     Found found;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      found[i][0] = of_lanes(exists_ ? maximum(x.of[2 * i], x.of[2 * i + 1]) : -infinity<float>(), larger_of);
+      found[i].slots[0] =
+          of_lanes(exists_ ? maximum(x.of[2 * i], x.of[2 * i + 1]) : -infinity<float>(), larger_of);
     }
     if constexpr (kHasParts) {
       exchanged<1>(found);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        found[i][0] = of_parts(i, found[i][0], [](int) { return true; }, larger_of);
+        found[i].slots[0] = of_parts(i, found[i].slots[0], [](int) { return true; }, larger_of);
       }
     }
 #pragma unroll
-    for (int i = 0; i < 2 * kPairs; ++i) x.of[i] = found[i / 2][0];
+    for (int i = 0; i < 2 * kPairs; ++i) x.of[i] = found[i / 2].slots[0];
     return x;
   }
   // The sums of each unit and those before it, or after it.
@@ -263,8 +265,9 @@ class RowOfUnits<LLTM_PACK_TYPE> {
   __device__ P cumsum_back(P x) const { return scanned<true>(x); }
 
  private:
-  using Found = float[kPairs][kRowSlots];  // of the rows
+  using Found = RowPart[kPairs];  // of the rows
 
+  __device__ float share() const { return 1.f / static_cast<float>(hidden_); }  // of a unit in a mean
   __device__ int parts() const { return kWarps * blocks_; }
   __device__ int units_of(int part) const { return clamped(hidden_ - part * 2 * kLanes, 0, 2 * kLanes); }
 
@@ -291,8 +294,7 @@ class RowOfUnits<LLTM_PACK_TYPE> {
   __device__ __forceinline__ void add_up(P* variances, P* means, P* sums) const {
     float found[kPairs][2 * kVariances + kSums];
     const bool has_units = units_of(part_) > 0;
-    const float share = has_units ? 1.f / static_cast<float>(units_of(part_)) : 0.f,
-                all = 1.f / static_cast<float>(hidden_);
+    const float of_part = has_units ? 1.f / static_cast<float>(units_of(part_)) : 0.f;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
 #pragma unroll
@@ -304,8 +306,8 @@ class RowOfUnits<LLTM_PACK_TYPE> {
         distances.add(b - first);
         distances.sum = sum_of_units(distances.sum);
         distances.squares = sum_of_units(distances.squares);
-        found[i][2 * v] = has_units ? first + distances.sum * share : 0.f;
-        found[i][2 * v + 1] = distances.from_mean(share);
+        found[i][2 * v] = has_units ? first + distances.sum * of_part : 0.f;
+        found[i][2 * v + 1] = distances.from_mean(of_part);
       }
 #pragma unroll
       for (int s = 0; s < kSums; ++s) {
@@ -320,7 +322,7 @@ class RowOfUnits<LLTM_PACK_TYPE> {
 #pragma unroll
       for (int v = 0; v < kVariances; ++v) {
         means[v].of[i] = found[i / 2][2 * v];
-        variances[v].of[i] = found[i / 2][2 * v + 1] * all;
+        variances[v].of[i] = found[i / 2][2 * v + 1] * share();
       }
 #pragma unroll
       for (int s = 0; s < kSums; ++s) sums[s].of[i] = found[i / 2][2 * kVariances + s];
@@ -331,7 +333,7 @@ class RowOfUnits<LLTM_PACK_TYPE> {
     Found sent = {};
 #pragma unroll
     for (int i = 0; i < kPairs * Slots::kCount; ++i) {
-      sent[i / Slots::kCount][i % Slots::kCount] =
+      sent[i / Slots::kCount].slots[i % Slots::kCount] =
           found[i / Slots::kCount][Slots::kFirst + i % Slots::kCount];
     }
     exchanged<Slots::kCount>(sent);
@@ -340,9 +342,8 @@ class RowOfUnits<LLTM_PACK_TYPE> {
       const RowPart* const row = of_row(i);
       float totals[kRowSlots];
       add_parts<Slots>(
-          lane_, kLanes, parts(), 1.f / static_cast<float>(hidden_),
-          [&](int p, int slot) { return row[p].slots[slot]; }, [&](int p) { return units_of(p); },
-          [](float x) { return sum_of_lanes(x); }, totals);
+          lane_, kLanes, parts(), share(), [&](int p, int slot) { return row[p].slots[slot]; },
+          [&](int p) { return units_of(p); }, [](float x) { return sum_of_lanes(x); }, totals);
 #pragma unroll
       for (int slot = 0; slot < Slots::kCount; ++slot) found[i][Slots::kFirst + slot] = totals[slot];
     }
@@ -361,7 +362,7 @@ class RowOfUnits<LLTM_PACK_TYPE> {
         const float other = __shfl_sync(~0u, sum, order < d ? lane : kBack ? lane + d : lane - d);
         if (order >= d) sum += other;
       }
-      totals[i][0] = __shfl_sync(~0u, sum, lane - lane_ + (kBack ? 0 : kLanes - 1));
+      totals[i].slots[0] = __shfl_sync(~0u, sum, lane - lane_ + (kBack ? 0 : kLanes - 1));
       const float previous = __shfl_sync(~0u, sum, order < 1 ? lane : kBack ? lane + 1 : lane - 1);
       before[i] = order < 1 ? 0.f : previous;
     }
@@ -397,37 +398,33 @@ class RowOfUnits<LLTM_PACK_TYPE> {
     if constexpr (kL2) {
       send_through_l2<kCount>(turn, found);
       receive_through_l2<kCount>(turn);
-      return;
-    }
-    RowPart sent[kPairs];
-#pragma unroll
-    for (int i = 0; i < kPairs * kRowSlots; ++i) {
-      sent[i / kRowSlots].slots[i % kRowSlots] = found[i / kRowSlots][i % kRowSlots];
-    }
-    if constexpr (kCluster) {
-      constexpr int kVectors = (kCount + 3) / 4;
-      uint64_t* const barrier = parts_.barrier(turn);
-      if (threadIdx.x == 0) {
-        hopper::mbarrier_arrive_expect_tx(barrier, kRowTile * parts() * kVectors * sizeof(uint4));
-      }
-      if (lane_ < blocks_) {  // a lane for each block
-        const uint32_t there = hopper::mapa(barrier, lane_);
-#pragma unroll
-        for (int i = 0; i < kPairs * kVectors; ++i) {
-          RowPart* const to = parts_.of_row(turn, row_of(row_, i / kVectors)) + part_;
-          hopper::st_async(hopper::mapa(to->vectors() + i % kVectors, lane_),
-                           sent[i / kVectors].vectors()[i % kVectors], there);
-        }
-      }
-      for (int polls = 0; !hopper::mbarrier_try_wait(barrier, (calls_ - 1) >> 1 & 1); ++polls) {
+    } else if constexpr (kCluster) {
+      send_to_cluster<kCount>(turn, found);
+      for (int polls = 0; !hopper::mbarrier_try_wait(parts_.barrier(turn), (calls_ - 1) >> 1 & 1); ++polls) {
         if (polls == kMaxPolls) trap_on_timeout();
       }
     } else {
-      if (lane_ == 0) {
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) parts_.of_row(turn, row_of(row_, i))[part_] = sent[i];
+      for (int i = 0; i < kPairs; ++i) {
+        if (lane_ == 0) parts_.of_row(turn, row_of(row_, i))[part_] = found[i];
       }
       bar_sync<kRow>(1 + row_);
+    }
+  }
+  template <int kCount>
+  __device__ __forceinline__ void send_to_cluster(int turn, const Found& found) const {
+    constexpr int kVectors = (kCount + 3) / 4;
+    uint64_t* const barrier = parts_.barrier(turn);
+    if (threadIdx.x == 0) {
+      hopper::mbarrier_arrive_expect_tx(barrier, kRowTile * parts() * kVectors * sizeof(uint4));
+    }
+    if (lane_ >= blocks_) return;  // a lane for each block
+    const uint32_t there = hopper::mapa(barrier, lane_);
+#pragma unroll
+    for (int i = 0; i < kPairs * kVectors; ++i) {
+      const RowPart* const to = parts_.of_row(turn, row_of(row_, i / kVectors)) + part_;
+      hopper::st_async(hopper::mapa(to->vectors() + i % kVectors, lane_),
+                       found[i / kVectors].vectors()[i % kVectors], there);
     }
   }
 
@@ -443,7 +440,7 @@ class RowOfUnits<LLTM_PACK_TYPE> {
     for (int i = 0; i < kPairs; ++i) {
 #pragma unroll
       for (int w = 0; 2 * w < kCount; ++w) {
-        const Uint64Pair word = {with_number(found[i][2 * w]), with_number(found[i][2 * w + 1])};
+        const Uint64Pair word = {with_number(found[i].slots[2 * w]), with_number(found[i].slots[2 * w + 1])};
         st_relaxed_gpu(&numbered(turn, i)[part_].words[w], word);
       }
     }

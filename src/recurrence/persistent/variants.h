@@ -78,6 +78,9 @@ constexpr int kUnwrittenByte = 0xff;
 // and exchange states; different groups never communicate.
 struct GroupGrid {
   int group_blocks, groups, rows;
+};
+// Of a cell whose units read values over all units of their row.
+struct GroupGridOfRows : GroupGrid {
   void* row_parts;  // of zeros, row_parts_bytes() for each group
 };
 
