@@ -287,14 +287,14 @@ __device__ __forceinline__ void run_persistent(const PerDirection<typename Steps
 #ifdef __CUDA_ARCH__
   if constexpr (Config::is_compiled(__CUDA_ARCH__)) {
     extern __shared__ __align__(128) float shared[];
-    const typename Steps::Storage storage(in_register(shared));
+    using Storage = typename Steps::Storage;
     if constexpr (Config::kHeads == 1) {
-      Steps(sequences.of[blockIdx.y], grid, storage).run();
+      Steps(sequences.of[blockIdx.y], grid, Storage(in_register(shared))).run();
     } else {
       const auto& sequence = sequences.of[blockIdx.y / Config::kHeads];
       const auto head = of_head<typename Config::Cell>(sequence, blockIdx.y % Config::kHeads,
                                                        sequence.hidden / Config::kHeads);
-      Steps(head, grid, storage).run();
+      Steps(head, grid, Storage(in_register(shared))).run();
     }
   } else {
     __trap();
