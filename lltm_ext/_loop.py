@@ -1,8 +1,8 @@
 """A user's cell in PyTorch's ops: one product for the input of all steps, then a loop over the steps.
 
 It serves derivatives of second order, tangents and exports to ONNX, and every other implementation is
-compared with it. Half types are only storage: the arithmetic is in float32, h is rounded at each step, the
-other states are not.
+compared with it. Half types are only storage: the arithmetic is in float32. Of the states only h is rounded
+at each step, and not in a cell that is affine in its states.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def step_of(
         )
         values = {"x": x, "r": r, "h": [h], "s": others, "p": parameters, "u": inputs, "w": blocks}
         new_h, *new_states = step(values)
-        new = [like(new_h, h).to(call.input.dtype), *(like(s, h) for s in new_states)]
+        stored = compute if cell.derived.runs_in_parallel else call.input.dtype
+        new = [like(new_h, h).to(stored), *(like(s, h) for s in new_states)]
         output = new[cell.declared.output_state + 1].to(call.input.dtype)
         return output, [s.to(compute) for s in new]
 

@@ -45,7 +45,7 @@ def serialize(cell: RecurrentCell, to_initial: bool = False) -> dict[torch.dtype
     programs = dict.fromkeys((torch.float32, torch.float64), wide)
     for dtype, name in ROUNDED.items():
         struct = cell.derived.half_struct
-        if struct.instructions:
+        if struct.instructions and not cell.derived.runs_in_parallel:
             forward, backward = struct.instructions
             struct = struct._replace(instructions=(rounding(forward, name), backward))
         programs[dtype] = program_of(cell, struct, to_initial)

@@ -233,8 +233,8 @@ class RecurrentCell:
     Returns:
         ``(output, h_n)``, or for a cell with states ``(output, (h_n, *states_n))``: output [T, B, H] holds h
         of every step (or the state that the cell's ``output`` names), the others the last state. Half types
-        are computed in float32. h is rounded at each step, the other states are not; the output has the
-        dtype of ``input``.
+        are computed in float32. h is rounded at each step, unless the cell is affine in all its states
+        together; the other states are not. The output has the dtype of ``input``.
 
     Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
     default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so.
@@ -956,9 +956,9 @@ def check_call(cell: RecurrentCell, call: SequenceCall, algorithm: str, reset_to
         raise TypeError(f"{name}: expected weight_hh to be None, because the cell has no recurrent product")
     if weight_ih is not None and cell.gates == 0:
         raise TypeError(f"{name}: expected weight_ih to be None, because the cell has no gates")
-    tensors = {"weight_hh": weight_hh} if cell.recurrent else {}
-    optional = {"weight_ih": weight_ih, "bias": bias, "bias_hh": bias_hh}
-    tensors |= {argument: x for argument, x in optional.items() if x is not None}
+    weights = {"weight_ih": weight_ih, "weight_hh": weight_hh, "bias": bias, "bias_hh": bias_hh}
+    needed = ("weight_hh",) if cell.recurrent else ()
+    tensors = {argument: x for argument, x in weights.items() if x is not None or argument in needed}
     if isinstance(parameters, Tensor):
         parameters = parameters.chunk(len(cell.declared.parameters))
     tensors |= zip(cell.declared.parameters, parameters, strict=True)

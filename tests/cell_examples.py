@@ -123,8 +123,9 @@ def masked_unit(x, h, s, u):
 )
 def without_gates(h, s, p, u):
     """Reads no input with weights."""
-    mean = s.mean + torch.sigmoid(p.rate) * (u.value - s.mean)
-    return u.keep * torch.tanh(h) + mean, (mean,)
+    past = torch.tanh(h)
+    mean = s.mean + torch.sigmoid(p.rate) * (u.value + 0.2 * past - s.mean)
+    return u.keep * past + mean, (mean,)
 
 
 @lltm_ext.recurrence(gates=1, states=("im",), parameters=("angle",), recurrent=False)

@@ -27,6 +27,8 @@ from sequence_suite import assert_values_and_gradients, no_tensor, of_dtype, of_
 from torch.nn import functional as F
 
 import lltm_ext
+from lltm_ext._arguments import SequenceCall
+from lltm_ext._loop import run_loop
 from lltm_ext.cells import gru
 
 # ---- cells -----------------------------------------------------------------------------------------------
@@ -171,11 +173,23 @@ def test_half_types_keep_states_in_float32_and_round_h(device):
         assert final.dtype == dtype
 
         @lltm_ext.recurrence(gates=1, recurrent=False)
-        def hold(h):
-            return h + 0.25
+        def bounded(h):
+            return torch.clamp(h + 0.25, max=5000.0)
 
-        _, h_n = hold(input, torch.full_like(zeros, 2048), torch.ones_like(zeros), None)
+        _, h_n = bounded(input, torch.full_like(zeros, 2048), torch.ones_like(zeros), None)
         assert h_n.item() == 2048
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_cell_affine_in_its_states_keeps_h_in_float32_during_a_call(dtype, device):
+    @lltm_ext.recurrence(gates=1, recurrent=False)
+    def counter(h):
+        return h + 0.25
+
+    input = torch.zeros(512, 1, 1, dtype=dtype, device=device)
+    h0, weight = torch.full((1, 1), 2048, dtype=dtype, device=device), input[0]
+    assert counter(input, h0, weight, None)[1].item() == 2048 + 512 * 0.25
+    assert run_loop(counter, SequenceCall(input, [h0], weight, None))[1][0].item() == 2048 + 512 * 0.25
 
 
 @cells
