@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cell_examples import CELLS as EXAMPLES
-from cell_examples import MIXING, SURROGATES, growing, many_levels
+from cell_examples import MIXING, SURROGATES, WITH_WEIGHTS, growing, many_levels
 
 pytestmark = pytest.mark.compiles
 
@@ -31,9 +31,9 @@ AS_MANY_LEVELS = {"dreamer_gru"}
 FROM_PYTHON = {
     name: cell
     for name, cell in EXAMPLES.items()
-    if name not in {*SURROGATES, *AS_MINGRU, *AS_QRNN, *AS_OTHERS, *AS_MANY_LEVELS} and not cell.weights
+    if name not in {*SURROGATES, *AS_MINGRU, *AS_QRNN, *AS_OTHERS, *AS_MANY_LEVELS}
 }
-FROM_PYTHON |= MIXING | {"growing": growing, "many_levels": many_levels}
+FROM_PYTHON |= MIXING | WITH_WEIGHTS | {"growing": growing, "many_levels": many_levels}
 # The package's own cells are written by hand.
 WRITTEN = {"LltmCell": "lltm/lltm_cell.h", "LstmCell": "lstm/lstm_cell.h"}
 TO_INITIAL = {
