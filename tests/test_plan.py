@@ -19,15 +19,16 @@ PROGRAM = """
 using namespace lltm_ext;
 
 // Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,hopper,
-// shared bytes,algorithm,states,sequences,tf32,recurrent,side by side,steps,affine,over units,heads
+// shared bytes,algorithm,states,sequences,tf32,recurrent,side by side,steps,affine,over units,heads,products
 int main(int count, char** questions) {
   const char* names[] = {"auto", "stepwise", "cluster", "grid"};
   for (int i = 1; i < count; ++i) {
-    int n[20];
+    int n[21];
     char* at = questions[i];
     for (int& value : n) value = std::strtol(at, &at, 10), ++at;
     const CellShape cell = {n[5], n[11], /*saved=*/n[5] + 1, 0, 0, n[14] != 0, false, false, -1,
-                            false, false, n[17] != 0, n[18] != 0};
+                            false, false, n[17] != 0, n[18] != 0, n[20], n[20], n[20], 0,
+                            {0, n[20] > 0, n[20]}, {0, n[20], n[20] > 0}};
     const Problem problem = {cell, n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[12], n[13] != 0,
                              n[15] != 0, n[16], n[19]};
     const PersistentVariant* variants = problem.element_size == 2 ? kHalfVariants : kFloatVariants;
@@ -108,8 +109,9 @@ def encode(
     affine=False,
     over_units=False,
     heads=1,
+    products=0,
 ):
-    cell = states, sequences, tf32, recurrent, side_by_side, steps, affine, over_units, heads
+    cell = states, sequences, tf32, recurrent, side_by_side, steps, affine, over_units, heads, products
     values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm], *cell)
     return ",".join(str(int(value)) for value in values)
 
@@ -430,6 +432,17 @@ def test_values_over_units_are_exchanged_in_a_cluster_or_else_a_grid(plan):
 def test_other_cells_with_values_over_units_run_step_by_step(options, plan):
     (found,) = plan({"hidden": 512, "batch": 16, "over_units": True} | options)
     assert (found.algorithm, found.independent, found.fused_step) == ("stepwise", False, (0, 0))
+
+
+def test_weights_of_a_cells_own_are_on_the_chip_too(plan):
+    problems = [{"hidden": hidden, "batch": 16, "gates": 1} for hidden in (128, 256, 512, 1024)]
+    found = plan(*(x | {"products": 5, "backward": back} for x in problems for back in (False, True)))
+    assert [x.algorithm for x in found] == ["cluster"] * 4 + ["grid"] * 4
+    assert not any(x.one_row or x.fused_step[0] or x.small_batch[0] for x in found)
+    packed, twice = {"dense": False, "algorithm": "grid"}, {"heads": 2, "algorithm": "grid"}
+    refused = plan(*({"hidden": 64, "batch": 8, "products": 1} | options for options in (packed, twice)))
+    assert refused[0].why_not == "takes no packed sequences of cells that read other units"
+    assert refused[1].algorithm == "stepwise"
 
 
 def test_all_heads_have_blocks_at_the_same_time(plan):

@@ -316,7 +316,7 @@ class Derived:
 
     @property
     def sizes_of_calls(self) -> tuple[int, int, int, int]:
-        """Of whole steps: the products of h, the most outputs of a call, the most inputs and outputs of one back."""
+        """Of whole steps: products of h, most outputs of a call, most inputs and outputs of a back call."""
         forward, backward = self._nodes.calls, self._nodes.back_calls(self.saved)
         of_h = len(self.products) - sum(len(call.products) for call in forward)
         most = max((call.outputs for call in forward), default=0)

@@ -249,6 +249,7 @@ inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm
     return "needs compute capability " + dotted(needed) + ", got " + dotted(device.compute_capability);
   }
   if (requested == Algorithm::kCluster && !p.dense) return "takes no packed sequences";
+  if (p.cell.mixes_units() && !p.dense) return "takes no packed sequences of cells that read other units";
   return "has no room on this GPU for hidden_size = " + std::to_string(p.hidden) +
          " and batch = " + std::to_string(p.batch);
 }

@@ -61,7 +61,7 @@ struct PersistentConfig {
                                    kShape.sharing_warps(), kHeads>;
   using Exchange = ExchangeOf<kInputs>;
   using Product = typename Conditional<kVariant.tf32, Tf32Product, typename ProductOf<T>::type>::type;
-  using Weights = WarpWeights<kShape.weights(), kChunks, kShape.gates_in_registers()>;
+  using Weights = WarpWeights<kShape.weights(), kChunks, kShape.weights_in_registers()>;
   static constexpr int kInputsPerProduct = kShape.inputs_per_product();
   using WarpProduct = lltm_ext::WarpProduct<Product, kOutputs, kInputsPerProduct, kChunks>;
 

@@ -93,15 +93,17 @@ struct PersistentShape {
   }
   constexpr int inputs_per_product() const { return on_tensor_cores() ? inputs_per_load() : 1; }
 
-  // How many gates' weights fit in registers, given those of the exchanged vectors. The others are in shared
-  // memory.
-  constexpr int gates_in_registers() const {
-    const int fit = (255 - 55 - 4 * vectors()) / (8 * (variant.chunks > 0 ? variant.chunks : 1));
-    return fit < 1 ? 1 : fit > cell.gates ? cell.gates : fit;
+  // How many blocks of weights fit in registers, given those of the exchanged vectors and of the cell. The
+  // others are in shared memory.
+  constexpr int weights_in_registers() const {
+    const int others =
+        cell.products > 0 ? 110 : 55;  // products in the middle of a step wait with all its values
+    const int fit = (255 - others - 4 * vectors()) / (8 * (variant.chunks > 0 ? variant.chunks : 1));
+    return fit < 1 ? 1 : fit > weights() ? weights() : fit;
   }
   constexpr int weights() const { return cell.gates + cell.products; }  // of a unit
   constexpr int warp_weights() const {
-    return (weights() - gates_in_registers()) * variant.chunks * 2 * 32 * 4;
+    return (weights() - weights_in_registers()) * variant.chunks * 2 * 32 * 4;
   }
   // A product in IEEE float32 reads its rows from shared memory.
   constexpr int warp_scratch() const {
