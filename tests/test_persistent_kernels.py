@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cell_examples import CELLS as EXAMPLES
-from cell_examples import MIXING, SURROGATES, growing, many_levels
+from cell_examples import MIXING, SURROGATES, growing, many_levels, signs
 
 pytestmark = pytest.mark.compiles
 
@@ -33,7 +33,7 @@ FROM_PYTHON = {
     for name, cell in EXAMPLES.items()
     if name not in {*SURROGATES, *AS_MINGRU, *AS_QRNN, *AS_OTHERS, *AS_MANY_LEVELS} and not cell.weights
 }
-FROM_PYTHON |= MIXING | {"growing": growing, "many_levels": many_levels}
+FROM_PYTHON |= MIXING | {"growing": growing, "many_levels": many_levels, "signs": signs}
 # The package's own cells are written by hand.
 WRITTEN = {"LltmCell": "lltm/lltm_cell.h", "LstmCell": "lstm/lstm_cell.h"}
 TO_INITIAL = {

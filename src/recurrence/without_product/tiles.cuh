@@ -216,7 +216,8 @@ class ForwardMap : public IndependentForward<Cell, T, kUnits, kDense, kBlockThre
   struct Kept {
     Vec<A, kUnits> of[kCarried][kLive + 1];
   };
-  static constexpr bool kKeeps = kDense && Units::kSaved == 0 && kLive > 0 && sizeof(Kept) <= sizeof(Inputs);
+  static constexpr bool kKeeps = kDense && kSavesStatesOnly<Cell> && Units::kSaved == 0 && kLive > 0 &&
+                                 sizeof(Kept) <= sizeof(Inputs);
 
   __device__ __forceinline__ void reduce(int begin, int end, Maps& maps) {
     if constexpr (kKeeps) {
