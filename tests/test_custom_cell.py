@@ -587,8 +587,8 @@ def test_kernels_of_independent_units_compile(name, architecture, backward):
 @passes
 def test_kernels_of_tiles_of_independent_units_compile(name, architecture, backward):
     for dtype, units, threads, dense in (
-        (torch.bfloat16, 2, 128, False),
-        (torch.float32, 1, 256, True),
+        (torch.bfloat16, 2, 256, False),
+        (torch.float32, 2, 128, True),
         (DOUBLE, 1, 128, True),
     ):
         how = {"independent_units": units, "block_threads": threads, "dense": dense}

@@ -39,10 +39,11 @@ int main(int count, char** questions) {
     const PersistentVariant variant = plan.variant < 0 ? PersistentVariant() : variants[plan.variant];
     const GroupGrid& grid = plan.grid;
     const char* algorithm = names[static_cast<int>(plan.algorithm)];
-    std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks, grid.groups,
-                grid.rows, plan.why_not.c_str(), variant.on_hopper_only, variant.tf32, variant.row_per_block,
-                plan.independent, plan.tiles.threads, plan.fused_step.rows, plan.fused_step.split_k,
-                plan.small_batch.rows, plan.small_batch.units, plan.small_batch.split_k);
+    std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks,
+                grid.groups, grid.rows, plan.why_not.c_str(), variant.on_hopper_only, variant.tf32,
+                variant.row_per_block, plan.independent, plan.tiles.threads, plan.tiles.units,
+                plan.fused_step.rows, plan.fused_step.split_k, plan.small_batch.rows, plan.small_batch.units,
+                plan.small_batch.split_k);
   }
 }
 """
@@ -87,6 +88,7 @@ class Plan(NamedTuple):
     one_row: bool  # a block has one
     independent: bool  # one kernel runs all steps of units without a product
     tile_threads: int  # of a block of tiles of their steps; 0: a thread has all
+    tile_units: int  # of a thread
     fused_step: tuple[int, int]  # has rows and split-K; zeros if a step is not fused
     small_batch: tuple[int, int, int]  # has rows, units and split-K; zeros if a step is not one of few rows
 
@@ -117,13 +119,13 @@ def encode(
 
 
 def decode(line):
-    algorithm, members, groups, rows, why_not, hopper, tf32, one_row, independent, segment, *tiles = (
+    algorithm, members, groups, rows, why_not, hopper, tf32, one_row, independent, threads, units, *tiles = (
         line.split("|")
     )
     sizes = int(members), int(groups), int(rows)
     flags = (flag == "1" for flag in (hopper, tf32, one_row, independent))
     fused_step, small_batch = tuple(map(int, tiles[:2])), tuple(map(int, tiles[2:]))
-    return Plan(algorithm, *sizes, why_not, *flags, int(segment), fused_step, small_batch)
+    return Plan(algorithm, *sizes, why_not, *flags, int(threads), int(units), fused_step, small_batch)
 
 
 def problems(**more):
@@ -368,6 +370,20 @@ def test_few_units_without_a_product_run_many_steps_in_tiles(plan):
         {**LONG, "hidden": 64, "backward": True, "states": 4},
     )
     assert [x.tile_threads for x in (one, some, few_steps, backward, mixing)] == [256, 128, 256, 128, 64]
+
+
+def test_a_thread_of_tiles_has_a_pair_of_many_units_whose_maps_are_small(plan):
+    for more, units in (
+        ({}, 2),
+        ({"batch": 63}, 1),
+        ({"hidden": 63}, 1),
+        ({"size": 8}, 1),
+        ({"states": 2}, 1),
+        ({"states": 2, "size": 2}, 2),
+    ):
+        (found,) = plan({**LONG, "hidden": 64, "backward": True, **more})
+        assert found.tile_threads > 0
+        assert found.tile_units == units
 
 
 @pytest.mark.parametrize(

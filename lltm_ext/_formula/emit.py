@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from lltm_ext._formula.affine import are_affine_together
 from lltm_ext._formula.declaration import Declaration
 from lltm_ext._formula.graph import CONSTANT, LEAF, OPS, OVER_UNITS, Node, ancestors, levels, make
 
@@ -39,6 +40,10 @@ A (&saved)[{saved_array}]) {{
 
 
 HAS_OVER_UNITS = "\n  static constexpr bool kOverUnits = true;"
+
+SAVED_STATES = """
+  // h and the states are affine in the old ones. saved[i] is an old state:
+  LLTM_HOST_DEVICE static constexpr int saved_state(int i) {{ return {states}; }}"""
 
 # Of a cell with products besides that with h.
 STAGES = """
@@ -461,6 +466,16 @@ def stages_text(
     ).rstrip()
 
 
+def saved_states_text(cell: CellNodes, nodes: Sequence[Node], wide: Collection[Node]) -> str:
+    """What the struct has besides if the whole cell is affine and saves nothing but old states."""
+    states = list(cell.leaves["s"])
+    live = [*cell.leaves["h"], *states] if cell.reads_h else states
+    only_states = not wide and set(nodes) <= set(states)
+    if not only_states or not are_affine_together(live, cell.outputs, cell.declaration.recurrent):
+        return ""
+    return SAVED_STATES.format(states=chosen([*map(states.index, nodes), -1]))
+
+
 def chosen(values: Sequence[int | str]) -> str:
     """The C++ expression of the i-th of the values."""
     last = str(values[-1]) if values else "{}"
@@ -517,7 +532,9 @@ def emit(
         wide_projections,
         [g for g, node in enumerate(leaves["x"]) if node in read],
         leaves["h"][0] in read,
-        HAS_OVER_UNITS * cell.over_units + stages_text(cell, saved, count, places, in_backward),
+        HAS_OVER_UNITS * cell.over_units
+        + stages_text(cell, saved, count, places, in_backward)
+        + saved_states_text(cell, nodes, wide),
     )
 
 

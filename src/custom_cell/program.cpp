@@ -77,9 +77,10 @@ KernelText text_of(const CellKernel& kernel, const CellShape& shape, bool ends_i
               c10::str(threads),
               c10::str("Independent", direction, of_cell, "(sequence, independent_thread()).run(tiles)")};
     }
-    // Registers for 768 threads of a multiprocessor, or for half of them with several states.
-    return {"without_product/tiles.cuh", parameters,
-            c10::str(threads, ", (kCellShape<Cell>.live_states() < 2 ? 768 : 384) / ", threads),
+    // Registers for so many threads of a multiprocessor. Maps of pairs or of several states take more, and
+    // shared memory has room for fewer such threads.
+    const int resident = shape.live_states() > 1 ? 384 : kernel.independent_units > 1 ? 512 : 768;
+    return {"without_product/tiles.cuh", parameters, c10::str(threads, ", ", resident / threads),
             c10::str("run_tile_of_units<", direction, "Map", of_cell, ">(sequence, tiles)")};
   }
   if (kernel.is_single_step()) {

@@ -153,6 +153,13 @@ constexpr bool kResetsToInitial = false;
 template <class Cell>
 constexpr bool kIsAffine = false;
 
+// Whether a cell has saved_state: the new h and states are affine in the old ones, and what it saves are old
+// states, of these numbers.
+template <class Cell, class = void>
+constexpr bool kSavesStatesOnly = false;
+template <class Cell>
+constexpr bool kSavesStatesOnly<Cell, decltype(void(Cell::saved_state(0)))> = true;
+
 template <class Cell>
 constexpr CellShape kCellShape = {Cell::kGates,
                                   Cell::kStates,

@@ -216,19 +216,19 @@ inline UnitTiles unit_tiles(const Problem& p, const DeviceInfo& device) {
   constexpr int64_t kMostThreads = 64, kLeastSteps = 128;
   const int live = p.cell.live_states();
   if (live > kMostMappedStates || !(p.backward || p.cell.affine)) return {};
-  const int units = independent_units(p.batch, p.hidden, p.element_size, /*in_tiles=*/true);
-  const int64_t all = p.batch * (p.hidden / units);
-  if (all == 0 || all > kMostThreads * device.multiprocessors || p.steps < kLeastSteps) return {};
   UnitTiles tiles = {};
+  tiles.units = tile_units(p.cell, p.batch, p.hidden, p.element_size);
+  const int64_t all = p.batch * (p.hidden / tiles.units);
+  if (all == 0 || all > kMostThreads * device.multiprocessors || p.steps < kLeastSteps) return {};
   while (1 << tiles.width_bits < std::min<int64_t>(all, 32)) ++tiles.width_bits;
   tiles.groups = static_cast<unsigned>(ceil_div(all, int64_t{1} << tiles.width_bits));
   // Small blocks do not all wait at the same time. With few groups many tiles of one run at once, and more
   // rows look farther back. Maps of more states take more registers.
   const bool many_rows = live <= 1 && !p.backward && tiles.groups < 64;
   tiles.threads = many_rows ? 256 : live <= 2 ? 128 : 64;
-  tiles.thread_steps = tile_thread_steps(p.cell, units, p.element_size, p.backward, tiles.threads);
-  tiles.input_bytes = tile_input_bytes(p.cell, units, p.element_size, p.backward, /*dense=*/false, tiles);
-  const int64_t shared_bytes = tiles.shared_bytes(units, live);
+  tiles.thread_steps = tile_thread_steps(p.cell, p.element_size, p.backward, tiles);
+  tiles.input_bytes = tile_input_bytes(p.cell, p.element_size, p.backward, /*dense=*/false, tiles);
+  const int64_t shared_bytes = tiles.shared_bytes(live);
   if (shared_bytes > device.shared_bytes) return {};
   tiles.tiles = ceil_div(p.steps, int64_t{tiles.rows()} * tiles.thread_steps);
   if (tiles.groups * tiles.tiles > INT32_MAX) return {};

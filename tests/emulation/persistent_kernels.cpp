@@ -768,8 +768,11 @@ class Kernels {
     }
   }
 
+  // As with many rows, so that float32 has pairs.
   int units_each() const {
-    return independent_units(c_.batch, c_.hidden, sizeof(T), /*in_tiles=*/c_.thread_steps > 0);
+    constexpr int kManyRows = 1 << 16;
+    return c_.thread_steps > 0 ? tile_units(kShape, kManyRows, c_.hidden, sizeof(T))
+                               : independent_units(kManyRows, c_.hidden, sizeof(T));
   }
 
   // Tiles of so many steps, if they are asked for.
@@ -777,7 +780,8 @@ class Kernels {
     UnitTiles tiles = {};
     tiles.stage_steps = 5;  // a group of steps, and single ones
     if (c_.thread_steps == 0) return tiles;
-    const int64_t threads = c_.batch * c_.hidden / units_each();
+    tiles.units = units_each();
+    const int64_t threads = c_.batch * c_.hidden / tiles.units;
     while (1 << tiles.width_bits < std::min<int64_t>(threads, 32)) ++tiles.width_bits;
     tiles.threads = kTileThreads;
     tiles.thread_steps = c_.thread_steps;
@@ -817,10 +821,10 @@ class Kernels {
     if constexpr (kHasMaps && kShape.live_states() <= kMostMappedStates) {
       if (c_.thread_steps > 0) {
         constexpr int kLive = kShape.live_states();
-        std::vector<uint64_t> links(tiles.link_bytes(units_each(), kLive) / 8 + 1, ~uint64_t{0});
+        std::vector<uint64_t> links(tiles.link_bytes(kLive) / 8 + 1, ~uint64_t{0});
         tiles.links = links.data();
         return cuda_on_cpu::run({static_cast<int>(tiles.groups * tiles.tiles), kTileThreads, 1,
-                                 static_cast<size_t>(tiles.shared_bytes(units_each(), kLive))},
+                                 static_cast<size_t>(tiles.shared_bytes(kLive))},
                                 [&] { run_tile_of_units<Map>(arguments, tiles); });
       }
     }
