@@ -320,6 +320,9 @@ class OfSnntorch(nn.Module):
         return torch.stack(outputs), membrane
 
 
+SNNTORCH = "snntorch's RLeaky in a loop"
+
+
 def measure_spikes(bench: Bench, shape: Shape, features: int) -> Row:
     """Of the size of the Spiking Heidelberg Digits, which have 700 features."""
     hidden, how = shape[2], (bench.device, torch.float32)
@@ -328,7 +331,7 @@ def measure_spikes(bench: Bench, shape: Shape, features: int) -> Row:
         "ours": (ours, {}),
         "peer": (OfSnntorch(features, hidden, *how), {}),
     }
-    row: Row = {"part": "spikes", "ours": "Recurrent(leaky)", "peer": "snntorch's RLeaky in a loop"}
+    row: Row = {"part": "spikes", "ours": "Recurrent(leaky)", "peer": SNNTORCH}
     row |= {"precision": "float32", "I": features} | dict(zip("BTH", shape, strict=True))
     row |= in_both_modes(bench, layers, random_input((*shape[:2], features), *how), "float32", hidden)
     return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
@@ -466,6 +469,7 @@ def claims_of(rows: Sequence[Row]) -> list[str]:
         *((c.part, c.ours, c.peer, c.precisions) for c in COMPARISONS),
         *((c.part, c.ours, c.peer, ("bfloat16",)) for c in LOOPED),
         ("norms", "Recurrent(dreamer_block_gru)", TORCHRL, ("bfloat16", "float32")),
+        ("spikes", "Recurrent(leaky)", SNNTORCH, ("float32",)),
     ):
         groups = [HALVES, ("float32",), ("ieee",)]
         for group in groups:
