@@ -588,7 +588,7 @@ def test_kernels_of_independent_units_compile(name, architecture, backward):
 def test_kernels_of_tiles_of_independent_units_compile(name, architecture, backward):
     for dtype, units, threads, dense in (
         (torch.bfloat16, 2, 256, False),
-        (torch.float32, 2, 128, True),
+        (torch.float32, 1, 256, True),
         (DOUBLE, 1, 128, True),
     ):
         how = {"independent_units": units, "block_threads": threads, "dense": dense}

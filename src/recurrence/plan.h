@@ -217,7 +217,7 @@ inline UnitTiles unit_tiles(const Problem& p, const DeviceInfo& device) {
   const int live = p.cell.live_states();
   if (live > kMostMappedStates || !(p.backward || p.cell.affine)) return {};
   UnitTiles tiles = {};
-  tiles.units = tile_units(p.cell, p.batch, p.hidden, p.element_size);
+  tiles.units = tile_units(p.hidden, p.element_size);
   const int64_t all = p.batch * (p.hidden / tiles.units);
   if (all == 0 || all > kMostThreads * device.multiprocessors || p.steps < kLeastSteps) return {};
   while (1 << tiles.width_bits < std::min<int64_t>(all, 32)) ++tiles.width_bits;

@@ -768,11 +768,9 @@ class Kernels {
     }
   }
 
-  // As with many rows, so that float32 has pairs.
   int units_each() const {
-    constexpr int kManyRows = 1 << 16;
-    return c_.thread_steps > 0 ? tile_units(kShape, kManyRows, c_.hidden, sizeof(T))
-                               : independent_units(kManyRows, c_.hidden, sizeof(T));
+    return c_.thread_steps > 0 ? tile_units(c_.hidden, sizeof(T))
+                               : independent_units(c_.batch, c_.hidden, sizeof(T));
   }
 
   // Tiles of so many steps, if they are asked for.

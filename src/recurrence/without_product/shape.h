@@ -11,15 +11,14 @@ constexpr int kIndependentThreads = 32;
 
 // Adjacent units of a thread: two where every row of H is aligned to a pair. But few units spread over twice
 // as many warps one by one, unless they are of 2 bytes, for which cp.async has no copy.
-constexpr int independent_units(int64_t batch, int64_t hidden, int value_bytes, int64_t few_units = 1 << 16) {
-  const bool pairs = value_bytes == 2 || batch * hidden >= few_units;
+constexpr int independent_units(int64_t batch, int64_t hidden, int value_bytes) {
+  constexpr int64_t kFewUnits = 1 << 16;
+  const bool pairs = value_bytes == 2 || batch * hidden >= kFewUnits;
   return hidden % 2 == 0 && pairs ? 2 : 1;
 }
-// In tiles, where the steps make further threads, fewer units are enough. But maps of pairs take too many
-// registers with several states or doubles.
-constexpr int tile_units(const CellShape& cell, int64_t batch, int64_t hidden, int value_bytes) {
-  const bool small_maps = value_bytes < 8 && cell.live_states() < 2;
-  return independent_units(batch, hidden, value_bytes, small_maps ? 1 << 12 : 1 << 16);
+// In tiles, pairs of 4 bytes leave room for fewer tiles, of fewer steps.
+constexpr int tile_units(int64_t hidden, int value_bytes) {
+  return hidden % 2 == 0 && value_bytes == 2 ? 2 : 1;
 }
 
 // The values that steps hand on and read: h and states. Maps of more would take too many registers.
