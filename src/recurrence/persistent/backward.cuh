@@ -9,8 +9,9 @@
 namespace lltm_ext {
 
 template <class Config>
-constexpr int kBackwardPlanes = Config::Cell::kSaved + Config::Cell::kStepInputs + 1 +
-                                (Config::kThrough == ExchangeThrough::kL2 ? Config::kGates : 0);
+constexpr int kBackwardPlanes =
+    Config::Cell::kSaved + Config::Cell::kStepInputs + kOutputsOf<typename Config::Cell> +
+    (Config::kThrough == ExchangeThrough::kL2 ? Config::kGates : 0);
 
 template <class Config>
 class PersistentBackward
@@ -36,11 +37,12 @@ class PersistentBackward
     arrays.add(args_.gates, kGates, kSavedInGates);
     if constexpr (kExtra > 0) arrays.add(args_.extra, kExtra);
     if constexpr (Cell::kStepInputs > 0) arrays.add(args_.step_inputs, Cell::kStepInputs);
-    arrays.add(args_.grad_output, 1);
+    arrays.add(args_.grad_output, kStepOutputs);
     if (Exchange::kThroughL2) arrays.add(args_.grad_gates - args_.first_row * kGates * width(), kGates);
   }
 
  private:
+  static constexpr int kStepOutputs = kOutputsOf<Cell>;
   static constexpr bool kSendsLastStep = true;  // the gradient of h before the first step needs it
 
   __device__ __forceinline__ int steps() const { return args_.end - args_.begin; }
@@ -57,7 +59,7 @@ class PersistentBackward
 
   // What backward needs for one pair in a step, and where it is.
   struct Inputs {
-    Pair<T> saved[at_least_one(Cell::kSaved)], steps[kStepInputs], grad_output;
+    Pair<T> saved[at_least_one(Cell::kSaved)], steps[kStepInputs], grad_output[kStepOutputs];
     Reset reset;
   };
   struct InputAddresses {
@@ -67,14 +69,14 @@ class PersistentBackward
       gates += rows * width * kGates;
       extra += rows * width * kExtra;
       steps += rows * width * Cell::kStepInputs;
-      grad_output += rows * width;
+      grad_output += rows * width * kStepOutputs;
       reset += rows;
     }
   };
   __device__ __forceinline__ InputAddresses inputs_at(int64_t row, int j) const {
     return {args_.gates + row * kGates * width() + j, args_.extra + row * kExtra * width() + j,
-            args_.step_inputs + row * Cell::kStepInputs * width() + j, args_.grad_output + row * width() + j,
-            resets() + row};
+            args_.step_inputs + row * Cell::kStepInputs * width() + j,
+            args_.grad_output + row * kStepOutputs * width() + j, resets() + row};
   }
   __device__ __forceinline__ void load(Inputs& inputs, const InputAddresses& at) const {
     if constexpr (Config::kHasResets) inputs.reset = *at.reset;
@@ -84,7 +86,10 @@ class PersistentBackward
           read_pair(v < kSavedInGates ? at.gates + v * width() : at.extra + (v - kSavedInGates) * width());
     }
     Base::load_step_inputs(inputs.steps, at.steps);
-    inputs.grad_output = has_grad_output_ ? read_pair(at.grad_output) : Pair<T>::of(0, 0);
+#pragma unroll
+    for (int o = 0; o < kStepOutputs; ++o) {
+      inputs.grad_output[o] = has_grad_output_ ? read_pair(at.grad_output + o * width()) : Pair<T>::of(0, 0);
+    }
   }
 
   using Gradients = CellGradients<Cell, float>[2];  // one for each unit of a pair
@@ -337,7 +342,7 @@ class PersistentBackward
     }
   }
 
-  // What a step of both units reads. Returns the gradient of h with that of the output, if it is that.
+  // What a step of both units reads. Returns the gradient of h with that of the output, if it is one.
   __device__ __forceinline__ float2 load_pair(CellInputs<Cell, float> (&in)[2],
                                               float (&saved)[2][at_least_one(Cell::kSaved)],
                                               float (&of_unit)[2][at_least_one(kStates)], int i,
@@ -349,8 +354,11 @@ class PersistentBackward
       saved[0][v] = value.x;
       saved[1][v] = value.y;
     }
-    float2& of_output = gradient_of_output<Cell>(grad_h, grad_states);
-    of_output = add(of_output, inputs_[i].grad_output.widen());
+#pragma unroll
+    for (int o = 0; o < kStepOutputs; ++o) {
+      float2& of_output = gradient_of_output<Cell>(grad_h, grad_states, o);
+      of_output = add(of_output, inputs_[i].grad_output[o].widen());
+    }
 #pragma unroll
     for (int s = 0; s < kStates; ++s) of_unit[0][s] = grad_states[s].x, of_unit[1][s] = grad_states[s].y;
     return grad_h;
