@@ -8,7 +8,14 @@ import sys
 
 import pytest
 import torch
-from cell_examples import WITH_OUTPUT, call_of, everything, gru_with_recurrent_dropout, without_product
+from cell_examples import (
+    WITH_OUTPUT,
+    call_of,
+    everything,
+    gru_with_recurrent_dropout,
+    lstm_of_both_states,
+    without_product,
+)
 from op_suite import (
     BACKWARD,
     DOUBLE,
@@ -64,7 +71,8 @@ def by_units(cell, input, hx, weight_ih, weight_hh, bias=None, *, reset=None, **
     length, (batch, hidden) = len(input), (hx[0] if cell.states else hx).shape
     block = hidden if weight_hh is None else weight_hh.shape[1]
     rows = [[list(x[b]) for x in states] for b in range(batch)]  # [row][state][unit]
-    outputs, of_output = [], ("h", *cell.states).index(cell.output)
+    names = (cell.output,) if isinstance(cell.output, str) else cell.output
+    outputs, of_output = [], [("h", *cell.states).index(name) for name in names]
     for t in range(length):
         for b in range(batch):
             old = rows[b]
@@ -87,7 +95,8 @@ def by_units(cell, input, hx, weight_ih, weight_hh, bias=None, *, reset=None, **
                 new_h, new = cell.step(x, r, h[unit], of_unit, p, u)
                 for state, value in zip(rows[b], (new_h, *new), strict=True):
                     state.append(value)
-        outputs.append(torch.stack([torch.stack(rows[b][of_output]) for b in range(batch)]))
+        of_rows = (torch.stack([value for i in of_output for value in row[i]]) for row in rows)
+        outputs.append(torch.stack(list(of_rows)))
     final = [torch.stack([torch.stack(rows[b][i]) for b in range(batch)]) for i in range(len(states))]
     return torch.stack(outputs), tuple(final) if cell.states else final[0]
 
@@ -134,10 +143,12 @@ def test_values_and_gradients_equal_a_loop_over_units(cell, options, device):
 
 
 @pytest.mark.parametrize("cell", WITH_OUTPUT.values(), ids=WITH_OUTPUT)
-def test_the_output_may_be_a_state(cell, device):
+def test_the_output_may_be_a_state_or_several(cell, device):
     output, final = cell(*(call := arguments(cell, Make(DOUBLE, device))).args, **call.kwargs)
-    assert_same_bits([output[-1]], [final[cell.state_names.index(f"{cell.output}0")]])
-    assert not torch.equal(output[-1], final[0])
+    names = [cell.output] if isinstance(cell.output, str) else cell.output
+    parts = output[-1].chunk(len(names), -1)
+    assert_same_bits(parts, [final[cell.state_names.index(f"{name}0")] for name in names])
+    assert not torch.equal(parts[0], final[0])
 
 
 @cells
@@ -199,7 +210,7 @@ def test_no_steps_rows_or_units(cell, length, batch, hidden, device):
     function, _, call = without_gradients_of_steps(cell, call)
     call = call.leaves()
     output, *final = call.run(function)
-    assert output.shape == (length, batch, hidden)
+    assert output.shape == (length, batch, len(cell.declared.outputs) * hidden)
     states = call.args[1] if cell.states else (call.args[1],)
     if length == 0:
         assert_same_bits(final, states)
@@ -375,7 +386,10 @@ def test_a_cell_says_what_it_is():
         "<lltm_ext.recurrence plain(x), 1 gate, states: none, parameters: none, inputs: none, saved for "
     )
     assert repr(gru_with_recurrent_dropout).endswith(", output: y>")
-    assert (gru.output, gru_with_recurrent_dropout.output) == ("h", "y")
+    assert repr(lstm_of_both_states).endswith(", output: c, h>")
+    of_one = lltm_ext.recurrence(gates=1, output=["h"])(plain.function)
+    given = (gru, gru_with_recurrent_dropout, lstm_of_both_states, of_one)
+    assert [cell.output for cell in given] == ["h", "y", ("c", "h"), "h"]
     assert (everything.__name__, everything.__module__) == ("everything", "cell_examples")
     assert everything.__doc__ == "Every value, in an order of its own."
     assert isinstance(everything, lltm_ext.RecurrentCell)
@@ -421,7 +435,20 @@ def declare(**options):
         ({"inputs": ("if",)}, ValueError, "expected the names of inputs to be identifiers, got 'if'"),
         ({"states": ("_c",)}, ValueError, "expected the names of states to be identifiers, got '_c'"),
         ({"states": ("\u03b1",)}, ValueError, "expected the names of states to be identifiers, got '\u03b1'"),
-        ({"output": 0}, TypeError, "expected output to be the name of a state, got 0"),
+        ({"output": 0}, TypeError, "expected output to be the name of a state, or several, got 0"),
+        (
+            {"output": ("h", 1)},
+            TypeError,
+            r"expected output to be the name of a state, or several, got \('h', 1\)",
+        ),
+        ({"output": {"h"}}, TypeError, "expected output to be the name of a state, or several, got {'h'}"),
+        ({"output": ()}, ValueError, r"expected output to name a state, or several once each, got \(\)"),
+        (
+            {"output": ("h", "h")},
+            ValueError,
+            r"expected output to name a state, or several once each, got \('h', 'h'\)",
+        ),
+        ({"output": ("h", "y")}, ValueError, "expected output to be one of h, got 'y'"),
         ({"output": "y"}, ValueError, "expected output to be one of h, got 'y'"),
         ({"states": ("c",), "output": "y"}, ValueError, "expected output to be one of h, c, got 'y'"),
     ],
