@@ -9,7 +9,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 import lltm_ext
 from lltm_ext import cells
 
-
 OPTIONS = {"gates": 2, "separate": True, "states": ("c",), "parameters": {"a": None, "b": 0.25}}
 OPTIONS |= {"inputs": ("gap", "mask")}
 

@@ -97,6 +97,8 @@ struct OutputsOf<Cell, decltype(void(Cell::kOutputs))> {
 };
 template <class Cell>
 constexpr int kOutputsOf = OutputsOf<Cell>::kCount;
+template <class Cell>
+constexpr bool kOutputsH = kOutputsOf<Cell> == 1 && OutputsOf<Cell>::at(0) < 0;
 
 // Whether a cell sets kOverUnits: its functions read values over all units of a row, by CellInputs::units.
 template <class Cell, class = void>
@@ -123,13 +125,10 @@ template <class Cell>
 constexpr bool kIsAffine = false;
 
 template <class Cell>
-constexpr CellShape kCellShape = {Cell::kGates,      Cell::kStates,
-                                  Cell::kSaved,      Cell::kParameters,
-                                  Cell::kStepInputs, Cell::kRecurrent,
-                                  Cell::kSeparate,   Cell::kReadsH,
-                                  kOutputsOf<Cell>,  kOutputsOf<Cell> == 1 && OutputsOf<Cell>::at(0) < 0,
-                                  kIsWide<Cell>,     kResetsToInitial<Cell>,
-                                  kIsAffine<Cell>,   kIsOverUnits<Cell>};
+constexpr CellShape kCellShape = {
+    Cell::kGates,     Cell::kStates,          Cell::kSaved,    Cell::kParameters, Cell::kStepInputs,
+    Cell::kRecurrent, Cell::kSeparate,        Cell::kReadsH,   kOutputsOf<Cell>,  kOutputsH<Cell>,
+    kIsWide<Cell>,    kResetsToInitial<Cell>, kIsAffine<Cell>, kIsOverUnits<Cell>};
 
 // The type of a cell's projections in memory.
 template <class Cell, typename T>

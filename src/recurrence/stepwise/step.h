@@ -207,7 +207,8 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
   load_old(s, b, j, in, states);
   acc_t<T> h = Cell::template forward<Math>(in, states, saved);
   for (int i = 0; i < kOutputsOf<Cell> && kCellShape<Cell>.has_output_apart(); ++i) {
-    s.output_apart[(b * kOutputsOf<Cell> + i) * s.hidden + j] = narrow<T>(output_of<Cell>(h, states, i));
+    s.output_apart[at + (b * (kOutputsOf<Cell> - 1) + i) * s.hidden] =
+        narrow<T>(output_of<Cell>(h, states, i));
   }
   if (s.output && !Cell::kRecurrent) s.output[at] = narrow<T>(h);
   if constexpr (kResetsToInitial<Cell>) {

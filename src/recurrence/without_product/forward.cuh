@@ -94,8 +94,10 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kBlo
     }
     __device__ void write(const Results& results) const {
       Base::write(output.plane(0), results.of[0]);
+      // The loop is of the others, because compilers inline what is in loops otherwise.
+      if constexpr (kOutputsApart > 0) Base::write(output_apart.plane(0), results.of[1]);
 #pragma unroll
-      for (int o = 0; o < kOutputsApart; ++o) Base::write(output_apart.plane(o), results.of[1 + o]);
+      for (int o = 1; o < kOutputsApart; ++o) Base::write(output_apart.plane(o), results.of[1 + o]);
       if (!saves) return;
 #pragma unroll
       for (int v = 0; v < kSaved; ++v) Base::write(extra.plane(v), results.of[kFirstSaved + v]);
