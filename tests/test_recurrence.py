@@ -35,6 +35,7 @@ from torch.nn import functional as F
 
 import lltm_ext
 from lltm_ext._arguments import SequenceCall
+from lltm_ext._custom_cell import op_arguments
 from lltm_ext._loop import run_loop
 from lltm_ext.cells import gru
 
@@ -299,10 +300,31 @@ def test_forward_mode_derivatives(cell):
     )
 
 
-def test_a_call_compiles_into_one_graph(fresh_dynamo):
-    call = arguments(everything, Make(DOUBLE))
-    compiled = torch.compile(everything.__call__, fullgraph=True, backend="aot_eager")
-    assert_all_near(call.run(compiled), call.run(everything), FORWARD[DOUBLE])
+@pytest.mark.parametrize("cell", [everything, lstm_of_both_states], ids=repr)
+def test_a_call_compiles_into_one_graph(cell, fresh_dynamo):
+    function, _, call = without_gradients_of_steps(cell, arguments(cell, Make(DOUBLE)))
+    compiled = torch.compile(cell.__call__, fullgraph=True, backend="aot_eager")
+    ours, exact = (
+        forward_and_gradients(f, call) for f in (functools.partial(compiled, **function.keywords), function)
+    )
+    assert_all_near([*ours[0], *ours[1]], [*exact[0], *exact[1]], FORWARD[DOUBLE])
+
+
+@pytest.mark.parametrize("reset_to", ["zeros", "initial"])
+def test_opcheck_of_several_outputs(reset_to, device):
+    cell, make = lstm_of_both_states, Make(DOUBLE, device)
+    tensors = Call(make(3, 2, 4), (make(2, 6), make(2, 6)), make(24, 4), make(24, 6))
+    reset = make(3, 2) > 0.5
+    programs = cell.programs if reset_to == "zeros" else cell.programs_to_initial
+    args, leaves = (
+        (*op_arguments(cell, SequenceCall(*call.args, reset=reset)), None, False, "auto", programs[DOUBLE])
+        for call in (tensors, tensors.leaves())
+    )
+    torch.library.opcheck(torch.ops.lltm_ext.custom_cell.default, leaves)
+    torch.library.opcheck(torch.ops.lltm_ext.custom_cell_forward.default, args)
+    output, h_n, c_n, gates, extra, h = torch.ops.lltm_ext.custom_cell_forward(*args)
+    backward = (output, h_n, c_n, h, gates, extra, *args, True, True)
+    torch.library.opcheck(torch.ops.lltm_ext.custom_cell_backward.default, backward)
 
 
 @cells

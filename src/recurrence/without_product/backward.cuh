@@ -120,7 +120,7 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kBl
     __device__ void read(int n, Inputs& inputs, const F& f) const {
       for_gates([&](int g, int i) { f(inputs.Projections::of[i], projections.plane(g)); });
       if constexpr (Cell::kBackwardReadsH) f(inputs.Others::of[0], previous.plane(0));
-      // The loop is of the others, because compilers inline what is in loops otherwise.
+      // Outside the loop: within it, the compiler would order the loads of a single output otherwise.
       if (units.args_.grad_output) f(inputs.Others::of[kGradOutput], grad_output.plane(0));
 #pragma unroll
       for (int o = 1; o < kOutputsOf<Cell>; ++o) {

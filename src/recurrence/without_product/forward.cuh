@@ -94,7 +94,7 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kBlo
     }
     __device__ void write(const Results& results) const {
       Base::write(output.plane(0), results.of[0]);
-      // The loop is of the others, because compilers inline what is in loops otherwise.
+      // Outside the loop: within it, the compiler would order the stores of a single output otherwise.
       if constexpr (kOutputsApart > 0) Base::write(output_apart.plane(0), results.of[1]);
 #pragma unroll
       for (int o = 1; o < kOutputsApart; ++o) Base::write(output_apart.plane(o), results.of[1 + o]);
