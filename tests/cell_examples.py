@@ -313,6 +313,28 @@ TEXTS = {
             grad_y = grad * update;
         """,
     ),
+    "lstm_of_both_states": lltm_ext.recurrence(
+        name="lstm_of_both_states",
+        gates=4,
+        states=("c",),
+        output=("c", "h"),
+        forward="""
+            T i = sigmoid(x[0]), f = sigmoid(x[1]), g = tanh(x[2]), o = sigmoid(x[3]);
+            new_c = f * c + i * g;
+            T keep = 1 - f, t = tanh(new_c);
+            new_h = o * t;
+        """,
+        saved=("i", "keep", "g", "o", "t", "c"),
+        backward="""
+            const T f = 1 - keep;
+            const T grad = grad_new_c + grad_new_h * o * (1 - t * t);
+            grad_x[0] = grad * g * i * (1 - i);
+            grad_x[1] = grad * c * f * keep;
+            grad_x[2] = grad * i * (1 - g * g);
+            grad_x[3] = grad_new_h * t * o * (1 - o);
+            grad_c = grad * f;
+        """,
+    ),
 }
 
 
