@@ -48,7 +48,7 @@ def everything(u, p, s, r, x, h):
 @lltm_ext.recurrence(gates=4, states=("c",), output=("c", "h"))
 def lstm_of_both_states(x, s):
     i, f, g, o = x
-    c = torch.sigmoid(f) * s.c + torch.sigmoid(i) * torch.tanh(g)
+    c = torch.sigmoid(f + 1) * s.c + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(c), (c,)
 
 
@@ -319,7 +319,7 @@ TEXTS = {
         states=("c",),
         output=("c", "h"),
         forward="""
-            T i = sigmoid(x[0]), f = sigmoid(x[1]), g = tanh(x[2]), o = sigmoid(x[3]);
+            T i = sigmoid(x[0]), f = sigmoid(x[1] + 1), g = tanh(x[2]), o = sigmoid(x[3]);
             new_c = f * c + i * g;
             T keep = 1 - f, t = tanh(new_c);
             new_h = o * t;

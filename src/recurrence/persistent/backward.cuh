@@ -86,9 +86,10 @@ class PersistentBackward
           read_pair(v < kSavedInGates ? at.gates + v * width() : at.extra + (v - kSavedInGates) * width());
     }
     Base::load_step_inputs(inputs.steps, at.steps);
+    const T* gradient = at.grad_output;
 #pragma unroll
-    for (int o = 0; o < kStepOutputs; ++o) {
-      inputs.grad_output[o] = has_grad_output_ ? read_pair(at.grad_output + o * width()) : Pair<T>::of(0, 0);
+    for (int o = 0; o < kStepOutputs; ++o, gradient += width()) {
+      inputs.grad_output[o] = has_grad_output_ ? read_pair(gradient) : Pair<T>::of(0, 0);
     }
   }
 
