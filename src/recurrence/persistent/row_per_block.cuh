@@ -447,9 +447,10 @@ class RowPerBlockBackward : RowPerBlock<Config> {
       inputs.saved[v] = v < kSavedInGates ? at.gates[v * hidden_] : at.extra[(v - kSavedInGates) * hidden_];
     }
     Base::load_step_inputs(inputs.steps, at.steps);
+    const T* gradient = at.grad_output;
 #pragma unroll
-    for (int o = 0; o < kOutputsOf<Cell>; ++o) {
-      inputs.grad_output[o] = has_grad_output_ ? at.grad_output[o * hidden_] : T();
+    for (int o = 0; o < kOutputsOf<Cell>; ++o, gradient += hidden_) {
+      inputs.grad_output[o] = has_grad_output_ ? *gradient : T();
     }
     if constexpr (Config::kHasResets) inputs.reset = *at.reset;
   }
