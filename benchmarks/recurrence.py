@@ -133,10 +133,14 @@ def training_of(
 
 
 def in_both_modes(
-    bench: Bench, layers: Mapping[str, tuple[nn.Module, dict[str, Any]]], input: Tensor, precision: str
+    bench: Bench,
+    layers: Mapping[str, tuple[nn.Module, dict[str, Any]]],
+    input: Tensor,
+    precision: str,
+    hidden: int | None = None,
 ) -> Row:
     input = input.detach().requires_grad_()
-    grad_output = torch.randn_like(input)
+    grad_output = torch.randn_like(input if hidden is None else input[..., :1].expand(-1, -1, hidden))
     row: Row = {}
     for mode in MODES:
         calls = {
@@ -287,6 +291,52 @@ def measure_blocks(bench: Bench, shape: Shape, precision: str) -> Row:
     return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
 
 
+# ---- a recurrent layer of spiking neurons beside snntorch's ------------------------------------------------
+
+
+@lltm_ext.recurrence(gates=1, states=("membrane",))
+def leaky(x: Any, h: Any, s: Any) -> Any:
+    """snntorch's RLeaky: a spike h lowers the membrane by the threshold 1 and passes no gradient there."""
+    membrane = 0.9 * s.membrane + x[0] - h.detach()
+    return lltm_ext.spike(membrane - 1), (membrane,)
+
+
+class OfSnntorch(nn.Module):
+    """One product for the input of all steps, then snntorch's neuron in a loop over the steps."""
+
+    def __init__(self, features: int, hidden: int, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        from snntorch import RLeaky
+
+        self.linear = nn.Linear(features, hidden, device=device, dtype=dtype)
+        self.neuron = RLeaky(0.9, linear_features=hidden).to(device, dtype)
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Any]:
+        steps, outputs = self.linear(input).unbind(0), []
+        spikes = membrane = torch.zeros_like(steps[0])
+        for x in steps:
+            spikes, membrane = self.neuron(x, spikes, membrane)
+            outputs.append(spikes)
+        return torch.stack(outputs), membrane
+
+
+SNNTORCH = "snntorch's RLeaky in a loop"
+
+
+def measure_spikes(bench: Bench, shape: Shape, features: int) -> Row:
+    """Of the size of the Spiking Heidelberg Digits, which have 700 features."""
+    hidden, how = shape[2], (bench.device, torch.float32)
+    ours = lltm_ext.Recurrent(leaky, features, hidden, device=bench.device)
+    layers: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+        "ours": (ours, {}),
+        "peer": (OfSnntorch(features, hidden, *how), {}),
+    }
+    row: Row = {"part": "spikes", "ours": "Recurrent(leaky)", "peer": SNNTORCH}
+    row |= {"precision": "float32", "I": features} | dict(zip("BTH", shape, strict=True))
+    row |= in_both_modes(bench, layers, random_input((*shape[:2], features), *how), "float32", hidden)
+    return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
+
+
 # ---- resets ------------------------------------------------------------------------------------------------
 
 
@@ -419,6 +469,7 @@ def claims_of(rows: Sequence[Row]) -> list[str]:
         *((c.part, c.ours, c.peer, c.precisions) for c in COMPARISONS),
         *((c.part, c.ours, c.peer, ("bfloat16",)) for c in LOOPED),
         ("norms", "Recurrent(dreamer_block_gru)", TORCHRL, ("bfloat16", "float32")),
+        ("spikes", "Recurrent(leaky)", SNNTORCH, ("float32",)),
     ):
         groups = [HALVES, ("float32",), ("ieee",)]
         for group in groups:
@@ -487,6 +538,10 @@ def main() -> None:
         rows += [measure_blocks(bench, shape, precision) for precision in ("bfloat16", "float32")]
     else:
         print("not measured: torchrl's kernels, because it is not installed")
+    if importlib.util.find_spec("snntorch"):
+        rows.append(measure_spikes(bench, (4, 4, 16) if args.small else (256, 100, 128), 700))
+    else:
+        print("not measured: snntorch's neurons, because it is not installed")
     rows += [measure_resets(bench, shape) for shape in (SMALL_GRID if args.small else GRID[:3])]
     for which in MEMORY_BIAS:
         shape = SMALL_GRID[0] if args.small else (16, 1000, 128)
@@ -506,6 +561,7 @@ def main() -> None:
             "own": compared,
             "heads": compared,
             "norms": compared,
+            "spikes": compared,
             "reset": ["B", "T", "H"] + [f"{m} {x}" for m in MODES for x in ("/ without", "/ split nn.LSTM")],
             "long memory": ["layer", "precision", "B", "T", "H"]
             + [f"{name} {what} error" for what in ("output", "gradient") for name in ("ours", "nn")],

@@ -53,12 +53,13 @@ def serialize(cell: RecurrentCell, to_initial: bool = False) -> dict[torch.dtype
 
 
 def numbers_of_products(derived: Derived | SourceCell) -> list[int]:
-    """How many blocks the cell's own weights have; then the numbers of each product."""
+    """What a program says of the products with a cell's own weights (src/custom_cell/program.h)."""
     if isinstance(derived, SourceCell) or not derived.products:
         return []
     fed = derived.fed
     products = ((x.block, fed.index(x.value), x.stage, x.back_stage) for x in derived.products)
-    return [len(derived.leaves["w"]), *(number for product in products for number in product)]
+    sizes = (len(derived.leaves["w"]), *derived.sizes_of_calls)
+    return [*sizes, *(number for product in products for number in product)]
 
 
 def program_of(cell: RecurrentCell, struct: Struct, to_initial: bool) -> str:

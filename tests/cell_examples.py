@@ -167,6 +167,13 @@ def growing(x, h, s):
     return x[0] + 4 * (h - s.y), (1.0 * x[0],)
 
 
+@lltm_ext.recurrence(gates=4, states=("c",), recurrent=False)
+def signs(x, s):
+    """The new state is affine in the old one and h is not, though no gradient reads a state."""
+    c = 0.5 * s.c + x[0] + x[1] + x[2] + x[3]
+    return torch.sign(c), (c,)
+
+
 MIXING = {cell.__name__: cell for cell in (resonator, four_mixing)}
 WITHOUT_PRODUCT = {
     cell.__name__: cell for cell in (without_product, qrnn, masked_unit, adaptive_unit, without_gates)

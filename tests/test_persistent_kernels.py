@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cell_examples import CELLS as EXAMPLES
-from cell_examples import MIXING, SURROGATES, growing, many_levels
+from cell_examples import MIXING, SURROGATES, WITH_WEIGHTS, growing, many_levels, signs
 
 pytestmark = pytest.mark.compiles
 
@@ -24,16 +24,17 @@ FLAGS = ("-std=c++17", "-Og", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
 # bound on the rounding of other cells' saved values fits it.
 # Cells that differ from minGRU, LSTM, GRU or RNN in their formulas only, and not in how their steps run.
 AS_MINGRU = {"minlstm", "rg_lru"}
-AS_QRNN = {"sru"}  # whose output is no value that steps hand on
+AS_SRU = {"qrnn"}  # whose output is no value that steps hand on
 # layer_norm_lstm: a norm of products with an h of zeros, as at first, multiplies rounding errors by 300.
 AS_OTHERS = {"cifg", "janet", "layer_norm_lstm", "lltm", "lstm", "peephole_lstm", "rnn_relu", "ugrnn"}
 AS_MANY_LEVELS = {"dreamer_gru"}
 FROM_PYTHON = {
     name: cell
     for name, cell in EXAMPLES.items()
-    if name not in {*SURROGATES, *AS_MINGRU, *AS_QRNN, *AS_OTHERS, *AS_MANY_LEVELS} and not cell.weights
+    if name not in {*SURROGATES, *AS_MINGRU, *AS_SRU, *AS_OTHERS, *AS_MANY_LEVELS}
 }
-FROM_PYTHON |= MIXING | {"growing": growing, "many_levels": many_levels}
+FROM_PYTHON |= MIXING | WITH_WEIGHTS
+FROM_PYTHON |= {"growing": growing, "many_levels": many_levels, "signs": signs}
 # The package's own cells are written by hand.
 WRITTEN = {"LltmCell": "lltm/lltm_cell.h", "LstmCell": "lstm/lstm_cell.h"}
 TO_INITIAL = {

@@ -19,15 +19,16 @@ PROGRAM = """
 using namespace lltm_ext;
 
 // Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,hopper,
-// shared bytes,algorithm,states,sequences,tf32,recurrent,side by side,steps,affine,over units,heads
+// shared bytes,algorithm,states,sequences,tf32,recurrent,side by side,steps,affine,over units,heads,products
 int main(int count, char** questions) {
   const char* names[] = {"auto", "stepwise", "cluster", "grid"};
   for (int i = 1; i < count; ++i) {
-    int n[20];
+    int n[21];
     char* at = questions[i];
     for (int& value : n) value = std::strtol(at, &at, 10), ++at;
     const CellShape cell = {n[5], n[11], /*saved=*/n[5] + 1, 0, 0, n[14] != 0, false, false, -1,
-                            false, false, n[17] != 0, n[18] != 0};
+                            false, false, n[17] != 0, n[18] != 0, n[20], n[20], n[20], 0,
+                            {0, n[20] > 0, n[20]}, {0, n[20], n[20] > 0}};
     const Problem problem = {cell, n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[12], n[13] != 0,
                              n[15] != 0, n[16], n[19]};
     const PersistentVariant* variants = problem.element_size == 2 ? kHalfVariants : kFloatVariants;
@@ -38,10 +39,11 @@ int main(int count, char** questions) {
     const PersistentVariant variant = plan.variant < 0 ? PersistentVariant() : variants[plan.variant];
     const GroupGrid& grid = plan.grid;
     const char* algorithm = names[static_cast<int>(plan.algorithm)];
-    std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks, grid.groups,
-                grid.rows, plan.why_not.c_str(), variant.on_hopper_only, variant.tf32, variant.row_per_block,
-                plan.independent, plan.tiles.threads, plan.fused_step.rows, plan.fused_step.split_k,
-                plan.small_batch.rows, plan.small_batch.units, plan.small_batch.split_k);
+    std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks,
+                grid.groups, grid.rows, plan.why_not.c_str(), variant.on_hopper_only, variant.tf32,
+                variant.row_per_block, plan.independent, plan.tiles.threads, plan.tiles.units,
+                plan.fused_step.rows, plan.fused_step.split_k, plan.small_batch.rows, plan.small_batch.units,
+                plan.small_batch.split_k);
   }
 }
 """
@@ -86,6 +88,7 @@ class Plan(NamedTuple):
     one_row: bool  # a block has one
     independent: bool  # one kernel runs all steps of units without a product
     tile_threads: int  # of a block of tiles of their steps; 0: a thread has all
+    tile_units: int  # of a thread
     fused_step: tuple[int, int]  # has rows and split-K; zeros if a step is not fused
     small_batch: tuple[int, int, int]  # has rows, units and split-K; zeros if a step is not one of few rows
 
@@ -108,20 +111,21 @@ def encode(
     affine=False,
     over_units=False,
     heads=1,
+    products=0,
 ):
-    cell = states, sequences, tf32, recurrent, side_by_side, steps, affine, over_units, heads
+    cell = states, sequences, tf32, recurrent, side_by_side, steps, affine, over_units, heads, products
     values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm], *cell)
     return ",".join(str(int(value)) for value in values)
 
 
 def decode(line):
-    algorithm, members, groups, rows, why_not, hopper, tf32, one_row, independent, segment, *tiles = (
+    algorithm, members, groups, rows, why_not, hopper, tf32, one_row, independent, threads, units, *tiles = (
         line.split("|")
     )
     sizes = int(members), int(groups), int(rows)
     flags = (flag == "1" for flag in (hopper, tf32, one_row, independent))
     fused_step, small_batch = tuple(map(int, tiles[:2])), tuple(map(int, tiles[2:]))
-    return Plan(algorithm, *sizes, why_not, *flags, int(segment), fused_step, small_batch)
+    return Plan(algorithm, *sizes, why_not, *flags, int(threads), int(units), fused_step, small_batch)
 
 
 def problems(**more):
@@ -368,6 +372,20 @@ def test_few_units_without_a_product_run_many_steps_in_tiles(plan):
     assert [x.tile_threads for x in (one, some, few_steps, backward, mixing)] == [256, 128, 256, 128, 64]
 
 
+def test_a_thread_of_tiles_has_a_pair_of_many_units_whose_maps_are_small(plan):
+    for more, units in (
+        ({}, 2),
+        ({"batch": 63}, 1),
+        ({"hidden": 63}, 1),
+        ({"size": 8}, 1),
+        ({"states": 2}, 1),
+        ({"states": 2, "size": 2}, 2),
+    ):
+        (found,) = plan({**LONG, "hidden": 64, "backward": True, **more})
+        assert found.tile_threads > 0
+        assert found.tile_units == units
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -430,6 +448,17 @@ def test_values_over_units_are_exchanged_in_a_cluster_or_else_a_grid(plan):
 def test_other_cells_with_values_over_units_run_step_by_step(options, plan):
     (found,) = plan({"hidden": 512, "batch": 16, "over_units": True} | options)
     assert (found.algorithm, found.independent, found.fused_step) == ("stepwise", False, (0, 0))
+
+
+def test_weights_of_a_cells_own_are_on_the_chip_too(plan):
+    problems = [{"hidden": hidden, "batch": 16, "gates": 1} for hidden in (128, 256, 512, 1024)]
+    found = plan(*(x | {"products": 5, "backward": back} for x in problems for back in (False, True)))
+    assert [x.algorithm for x in found] == ["cluster"] * 4 + ["grid"] * 4
+    assert not any(x.one_row or x.fused_step[0] or x.small_batch[0] for x in found)
+    packed, twice = {"dense": False, "algorithm": "grid"}, {"heads": 2, "algorithm": "grid"}
+    refused = plan(*({"hidden": 64, "batch": 8, "products": 1} | options for options in (packed, twice)))
+    assert refused[0].why_not == "takes no packed sequences of cells that read other units"
+    assert refused[1].algorithm == "stepwise"
 
 
 def test_all_heads_have_blocks_at_the_same_time(plan):

@@ -20,7 +20,7 @@ from torch import Tensor
 from lltm_ext._formula.affine import affine, are_affine_together
 from lltm_ext._formula.capture import Captured, capture
 from lltm_ext._formula.declaration import Declaration
-from lltm_ext._formula.emit import CellNodes, Product, Struct, emit, saved_numbers
+from lltm_ext._formula.emit import EXCHANGES, CellNodes, Product, Struct, emit, saved_numbers
 from lltm_ext._formula.graph import (
     CHEAP,
     CONSTANT,
@@ -192,9 +192,11 @@ class Flow:
 
 
 def products_of(
-    outputs: Sequence[Node], gradients: Mapping[Node, Node], weights: Sequence[Node]
+    outputs: Sequence[Node], gradients: Mapping[Node, Node], weights: Sequence[Node], h: Node
 ) -> tuple[Product, ...]:
     """The products of a step besides that with h, in the order in which the forward computes them.
+
+    Those of h itself come first, and those of one value one after the other.
 
     Args:
         outputs: as captured.
@@ -208,7 +210,12 @@ def products_of(
         Product(node, weights.index(node.args[0]), gradient, forward[node] - 1, backward[gradient])
         for node, gradient in zip(nodes, found, strict=True)
     ]
-    return tuple(sorted(products, key=lambda x: (x.stage, x.value.index, x.block)))
+    waits = levels(nodes, EXCHANGES)
+
+    def order(x: Product) -> tuple[int, bool, int, int]:
+        return waits[x.value], x.value is not h, x.value.index, x.block
+
+    return tuple(sorted(products, key=order))
 
 
 class Derived:
@@ -243,7 +250,7 @@ class Derived:
         self.gradients = {
             argument: [found.get(node, zero) for node in self.leaves[argument]] for argument in DIFFERENTIABLE
         }
-        self.products = products_of(self._captured, found, self.leaves["w"])
+        self.products = products_of(self._captured, found, self.leaves["w"], *self.leaves["h"])
         self._results = [node for nodes in self.gradients.values() for node in nodes]
         self._results += [x for product in self.products for x in (product.value, product.gradient)]
         self.over_units = any(node.op in OVER_UNITS for node in ancestors([*self.outputs, *self._results]))
@@ -306,6 +313,14 @@ class Derived:
     def fed(self) -> list[Node]:
         """The values that products take, each once."""
         return self._nodes.fed
+
+    @property
+    def sizes_of_calls(self) -> tuple[int, int, int, int]:
+        """Of whole steps: products of h, most outputs of a call, most inputs and outputs of a back call."""
+        forward, backward = self._nodes.calls, self._nodes.back_calls(self.saved)
+        of_h = len(self.products) - sum(len(call.products) for call in forward)
+        most = max((call.outputs for call in forward), default=0)
+        return of_h, most, max(call.inputs for call in backward), max(call.outputs for call in backward)
 
     @property
     def saved_names(self) -> tuple[str, ...]:

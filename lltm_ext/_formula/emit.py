@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
+from lltm_ext._formula.affine import are_affine_together
 from lltm_ext._formula.declaration import Declaration
 from lltm_ext._formula.graph import CONSTANT, LEAF, OPS, OVER_UNITS, Node, ancestors, levels, make
 
@@ -39,9 +41,18 @@ A (&saved)[{saved_array}]) {{
 
 HAS_OVER_UNITS = "\n  static constexpr bool kOverUnits = true;"
 
+SAVED_STATES = """
+  // h and the states are affine in the old ones. saved[i] is an old state:
+  LLTM_HOST_DEVICE static constexpr int saved_state(int i) {{ return {states}; }}"""
+
 # Of a cell with products besides that with h.
 STAGES = """
-  static constexpr int kProducts = {products}, kFed = {fed};
+  static constexpr int kProducts = {products}, kFed = {fed}, kBlocks = {blocks};
+  LLTM_HOST_DEVICE static constexpr int block_of(int i) {{ return {block_of}; }}
+  // Of whole steps: the first products forward, if these take the previous h; and calls of all others.
+  static constexpr int kProductsOfH = {of_h}, kCalls = {calls}, kBackCalls = {back_calls};
+  LLTM_HOST_DEVICE static constexpr OwnCall call(int i) {{ return {called}; }}
+  LLTM_HOST_DEVICE static constexpr OwnCall back_call(int i) {{ return {called_back}; }}
   // The stage that computes what products take, and that of the backward that finds a product's gradient.
   LLTM_HOST_DEVICE static constexpr int stage_of(int i) {{ return {stages}; }}
   LLTM_HOST_DEVICE static constexpr int back_stage_of(int i) {{ return {back_stages}; }}
@@ -58,9 +69,23 @@ STAGES = """
                                          A (&grad_products)[{products}]) {{
 {feed_back}
   }}
+
+  template <typename Math, typename A, class Products>
+  LLTM_HOST_DEVICE static A forward(const CellInputs<Cell, A>& in, A (&states)[{state_array}],
+                                    A (&saved)[{saved_array}], const Products& products) {{
+{forward}
+  }}
+
+  template <typename Math, typename A, class Products>
+  LLTM_HOST_DEVICE static void backward(const A (&saved)[{saved_array}], const CellInputs<Cell, A>& in,
+                                        A grad_h, A (&grad_states)[{state_array}],
+                                        CellGradients<Cell, A>& grads, const Products& products) {{
+{backward}
+  }}
 """
 
 
+EXCHANGES = (*OVER_UNITS, "product", "product_back")  # ops for which units exchange values
 FOLDED = ("sigmoid", "exp")  # these serve as forget gates, often near 1 (common/math.h)
 DECISIONS = 8  # how many fit in a saved value: bfloat16 has all integers up to 256
 
@@ -107,18 +132,25 @@ class Names:
         return f"choose({condition}, {a}, {b})" if self.in_packs else f"({condition} ? {a} : {b})"
 
 
-def statements(nodes: Sequence[Node], known: Sequence[Node], names: Names) -> list[str]:
+def statements(
+    nodes: Sequence[Node], known: Sequence[Node], names: Names, calls: Sequence[Call] = ()
+) -> list[str]:
     """The definitions of nodes that are not known yet.
 
     Those over all units that do not wait for each other are found together, because threads exchange values.
+
+    Args:
+        calls: those that define products which are not known.
     """
-    level = levels(nodes, OVER_UNITS, known)
+    level = levels(nodes, EXCHANGES, known)
     defined = [node for node in level if node.op not in (LEAF, CONSTANT) and node not in known]
     lines = []
     for n in range(max(level.values(), default=0) + 1):
         of_level = [node for node in defined if level[node] == n]
         lines += over_units([node for node in of_level if node.op in OVER_UNITS], names)
-        lines += [names.definition(x, text_of(x, names)) for x in of_level if x.op not in OVER_UNITS]
+        for i, call in enumerate(calls):
+            lines += call.lines(i, names) if level[call.results[0]] == n else []
+        lines += [names.definition(x, text_of(x, names)) for x in of_level if x.op not in EXCHANGES]
     return lines
 
 
@@ -225,6 +257,41 @@ class Product(NamedTuple):
         return make("product_back", self.node.args[0], self.gradient)
 
 
+class Call(NamedTuple):
+    """Products that a kernel of whole steps computes together, in the middle of a step.
+
+    Forward all have one value. Backward they have the same `inputs` gradients, as often as there are values
+    whose gradients they are part of. Of these only sums count, so each is the sum of its products.
+    """
+
+    products: tuple[Product, ...]
+    inputs: int
+    backward: bool
+
+    @property
+    def results(self) -> list[Node]:
+        return [product.back if self.backward else product.node for product in self.products]
+
+    @property
+    def given(self) -> list[Node]:
+        return [x.gradient if self.backward else x.value for x in self.products[: self.inputs]]
+
+    @property
+    def outputs(self) -> int:
+        return len(self.products) // self.inputs
+
+    def lines(self, number: int, names: Names) -> list[str]:
+        """The definitions of the results."""
+        given, found = f"given_{number}", f"products_{number}"
+        lines = [f"const A {given}[] = {{{', '.join(map(names, self.given))}}};"]
+        lines.append(f"A {found}[{self.outputs}];")
+        lines.append(f"products.template multiply<{number}>({given}, {found});")
+        for i, result in enumerate(self.results):
+            is_rest = i % self.inputs > 0
+            lines.append(names.definition(result, "A(0)" if is_rest else f"{found}[{i // self.inputs}]"))
+        return lines
+
+
 class CellNodes(NamedTuple):
     """Forward and backward of a cell, as Derived describes them."""
 
@@ -241,6 +308,25 @@ class CellNodes(NamedTuple):
     def fed(self) -> list[Node]:
         """The values that products take, each once, in the order of the products."""
         return list(dict.fromkeys(product.value for product in self.products))
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls of a whole step forward, in their order. Products of h are known before it begins."""
+        apart = [x for x in self.products if x.value is not self.leaves["h"][0]]
+        return [Call(tuple(run), 1, False) for _, run in groupby(apart, lambda x: x.value.index)]
+
+    def back_calls(self, known: Sequence[Node]) -> list[Call]:
+        """Those of the backward, which knows these nodes."""
+        level = levels([x.gradient for x in self.products], EXCHANGES, known)
+        found: list[Call] = []
+        for _, run in groupby(self.products, lambda x: (x.value.index, level[x.gradient])):
+            products = tuple(run)
+            given = [x.gradient.index for x in products]
+            if found and [x.index for x in found[-1].given] == given:
+                found[-1] = found[-1]._replace(products=found[-1].products + products)
+            else:
+                found.append(Call(products, len(products), True))
+        return sorted(found, key=lambda call: level[call.given[0]])
 
     @property
     def stages(self) -> list[list[Node]]:
@@ -261,39 +347,53 @@ class CellNodes(NamedTuple):
         return "pu" if self.declaration.recurrent else "puxh"
 
 
-def forward_values(cell: CellNodes, results: Sequence[Node], names: Names) -> list[str]:
-    """The definitions of values of the forward."""
-    known = [product.node for product in cell.products]
+def forward_values(
+    cell: CellNodes, results: Sequence[Node], names: Names, calls: Sequence[Call] = ()
+) -> list[str]:
+    """The definitions of values of the forward. `calls`: those that define products."""
+    called = [node for call in calls for node in call.results]
+    known = [x.node for x in cell.products if x.node not in called]
     live = ancestors(results, known)
     lines = [f"const A {names(s)} = states[{k}];" for k, s in enumerate(cell.leaves["s"]) if s in live]
-    return lines + statements(results, known, names)
+    return lines + statements(results, known, names, calls)
 
 
 def backward_values(
-    cell: CellNodes, saved: Sequence[Saved], results: Sequence[Node], names: Names
+    cell: CellNodes,
+    saved: Sequence[Saved],
+    results: Sequence[Node],
+    names: Names,
+    calls: Sequence[Call] = (),
 ) -> list[str]:
-    """The definitions of values of the backward."""
+    """The definitions of values of the backward. `calls`: those that define products."""
+    called = [node for call in calls for node in call.results]
     lines = [line for x in saved for line in x.from_saved(names)]
-    known = [node for x in saved for node in x.nodes] + [product.back for product in cell.products]
-    live = ancestors(results, known)
+    known = [node for x in saved for node in x.nodes] + [
+        x.back for x in cell.products if x.back not in called
+    ]
+    live = ancestors([*results, *called], known)
     lines += [
         f"const A {names(g)} = grad_states[{k}];" for k, g in enumerate(cell.cotangents[1:]) if g in live
     ]
-    return lines + statements(results, known, names)
+    return lines + statements([*results, *called], known, names, calls)
 
 
-def forward_text(cell: CellNodes, saved: Sequence[Saved], names: Names) -> list[str]:
-    lines = forward_values(cell, [*cell.outputs, *(node for x in saved for node in x.nodes)], names)
+def forward_text(
+    cell: CellNodes, saved: Sequence[Saved], names: Names, calls: Sequence[Call] = ()
+) -> list[str]:
+    lines = forward_values(cell, [*cell.outputs, *(node for x in saved for node in x.nodes)], names, calls)
     numbers = [number for x in saved for number in x.to_save(names)]
     lines += [f"saved[{j}] = {number};" for j, number in enumerate(numbers)]
     lines += [f"states[{k}] = {names(node)};" for k, node in enumerate(cell.outputs[1:])]
     return [*lines, f"return {names(cell.outputs[0])};"]
 
 
-def backward_text(cell: CellNodes, saved: Sequence[Saved], names: Names) -> list[str]:
+def backward_text(
+    cell: CellNodes, saved: Sequence[Saved], names: Names, calls: Sequence[Call] = ()
+) -> list[str]:
     gradients = cell.gradients
     results = [node for nodes in gradients.values() for node in nodes]
-    lines = backward_values(cell, saved, [*results, *cell.fed], names)
+    lines = backward_values(cell, saved, [*results, *cell.fed], names, calls)
     for target, argument in (
         ("grads.x", "x"),
         ("grads.r", "r"),
@@ -323,19 +423,40 @@ def stages_text(
         return ""
     feed = []
     for values in cell.stages:
-        names = Names(places, cell.over_units)
+        names = Names(places, in_packs=True)
         lines = forward_values(cell, values, names)
         feed.append([*lines, *(f"fed[{cell.fed.index(x)}] = {names(x)};" for x in values)])
     feed_back = []
     for products in cell.back_stages:
-        names = Names(in_backward, cell.over_units)
+        names = Names(in_backward, in_packs=True)
         lines = backward_values(cell, saved, [x.gradient for x in products], names)
         results = (f"grad_products[{cell.products.index(x)}] = {names(x.gradient)};" for x in products)
         feed_back.append([*lines, *results])
     stage_of = [next(x.stage for x in cell.products if x.value is value) for value in cell.fed]
+    forward, backward = cell.calls, cell.back_calls([node for x in saved for node in x.nodes])
+    of_h = len(cell.products) - sum(len(call.products) for call in forward)
+    called = {node for call in forward for node in call.results}
+    called_back = {node for call in backward for node in call.results}
+    at_once = {node: place for node, place in places.items() if node not in called}
+    back_at_once = {node: place for node, place in in_backward.items() if node not in called_back}
+
+    def described(calls: Sequence[Call]) -> str:
+        first = [cell.products.index(call.products[0]) for call in calls]
+        sizes = [f"{call.inputs}, {call.outputs}" for call in calls]
+        return chosen([f"OwnCall{{{i}, {size}}}" for i, size in zip(first, sizes, strict=True)])
+
     return STAGES.format(
         products=len(cell.products),
         fed=len(cell.fed),
+        blocks=len(cell.leaves["w"]),
+        block_of=chosen([x.block for x in cell.products]),
+        of_h=of_h,
+        calls=len(forward),
+        back_calls=len(backward),
+        called=described(forward),
+        called_back=described(backward),
+        forward=indented(forward_text(cell, saved, Names(at_once, in_packs=True), forward)),
+        backward=indented(backward_text(cell, saved, Names(back_at_once, in_packs=True), backward)),
         stages=chosen(stage_of),
         back_stages=chosen([x.back_stage for x in cell.products]),
         state_array=max(len(cell.leaves["s"]), 1),
@@ -352,9 +473,20 @@ def outputs_text(states: Sequence[int]) -> str:
     return f"{count}\n  LLTM_HOST_DEVICE static constexpr int output_at(int i) {{ return {chosen(states)}; }}"
 
 
-def chosen(numbers: Sequence[int]) -> str:
-    """The C++ expression of the i-th of the numbers."""
-    return "".join(f"i == {i} ? {n} : " for i, n in enumerate(numbers[:-1])) + str(numbers[-1])
+def saved_states_text(cell: CellNodes, nodes: Sequence[Node], wide: Collection[Node]) -> str:
+    """What the struct has besides if the whole cell is affine and saves nothing but old states."""
+    states = list(cell.leaves["s"])
+    live = [*cell.leaves["h"], *states] if cell.reads_h else states
+    only_states = not wide and set(nodes) <= set(states)
+    if not only_states or not are_affine_together(live, cell.outputs, cell.declaration.recurrent):
+        return ""
+    return SAVED_STATES.format(states=chosen([*map(states.index, nodes), -1]))
+
+
+def chosen(values: Sequence[int | str]) -> str:
+    """The C++ expression of the i-th of the values."""
+    last = str(values[-1]) if values else "{}"
+    return "".join(f"i == {i} ? {x} : " for i, x in enumerate(values[:-1])) + last
 
 
 class Struct(NamedTuple):
@@ -378,6 +510,7 @@ def emit(
     """
     declared, leaves = cell.declaration, cell.leaves
     saved, count = saved_numbers(nodes, wide)
+    in_packs = cell.over_units or bool(cell.products)
     inputs = {"x": "in.x", "r": "in.r", "p": "in.parameters", "u": "in.steps"}
     places = {leaves["h"][0]: "in.h", cell.cotangents[0]: "grad_h"}
     for i, product in enumerate(cell.products):
@@ -401,12 +534,14 @@ def emit(
         tuple(map(repr, nodes)),
         count,
         cell.reads_h,
-        forward_text(cell, saved, Names(places, cell.over_units)),
-        backward_text(cell, saved, Names(in_backward, cell.over_units)),
+        forward_text(cell, saved, Names(places, in_packs)),
+        backward_text(cell, saved, Names(in_backward, in_packs)),
         wide_projections,
         [g for g, node in enumerate(leaves["x"]) if node in read],
         leaves["h"][0] in read,
-        HAS_OVER_UNITS * cell.over_units + stages_text(cell, saved, count, places, in_backward),
+        HAS_OVER_UNITS * cell.over_units
+        + stages_text(cell, saved, count, places, in_backward)
+        + saved_states_text(cell, nodes, wide),
     )
 
 

@@ -433,6 +433,8 @@ struct Backward {
           .grad_sums = mutable_pointer<acc_t<T>>(direction.grad_sums),
           .output = pointer<T>(direction.output),
           .h0 = pointer<T>(direction.h0),
+          .grad_products = mutable_pointer<T>(grad_products),
+          .fed = mutable_pointer<T>(fed),
       };
     };
     const at::Tensor links = sizes.links(plan, shape, like);

@@ -174,15 +174,15 @@ class CellOp {
     constexpr int kValueBytes = sizeof(*sequence.gates);
     const int64_t batch = sequence.steps.batch, hidden = sequence.hidden;
     const bool in_tiles = tiles.threads > 0;
-    const int units = independent_units(batch, hidden, kValueBytes, in_tiles);
+    const int units = in_tiles ? tiles.units : independent_units(batch, hidden, kValueBytes);
     const int64_t threads = batch * (hidden / units);
     which.independent_units = units;
     which.dense = !sequence.steps.first_rows && !sequence.reset;
     which.block_threads = in_tiles ? tiles.threads : kIndependentThreads;
     const cudaKernel_t kernel = load_cell_kernel(program_, which);
     if (in_tiles) {
-      tiles.input_bytes = tile_input_bytes(shape(), units, kValueBytes, which.backward, which.dense, tiles);
-      return run_unit_tiles(kernel, sequence, tiles, shape(), units, stream);
+      tiles.input_bytes = tile_input_bytes(shape(), kValueBytes, which.backward, which.dense, tiles);
+      return run_unit_tiles(kernel, sequence, tiles, shape(), stream);
     }
     DeviceInfo device;
     if (const cudaError_t error = device_info(device); error != cudaSuccess) return error;

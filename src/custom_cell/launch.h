@@ -121,11 +121,8 @@ struct SequenceSizes {
   }
   // Memory for the links of a plan's tiles, or for the parts of rows; undefined if there are none.
   at::Tensor links(const Plan& plan, const CellShape& shape, const at::Tensor& like) const {
-    int64_t bytes = plan.row_parts_bytes;
-    if (plan.tiles.threads > 0) {
-      const int units = independent_units(batch, hidden, static_cast<int>(like.element_size()), true);
-      bytes = plan.tiles.link_bytes(units, shape.live_states());
-    }
+    int64_t bytes = plan.row_parts_bytes + plan.given_bytes;
+    if (plan.tiles.threads > 0) bytes = plan.tiles.link_bytes(shape.live_states());
     if (bytes == 0) return {};
     return at::empty({ceil_div(bytes, int64_t{8})}, like.options().dtype(at::kDouble));
   }

@@ -59,11 +59,12 @@ KernelText text_of(const CellKernel& kernel, const CellShape& shape, bool ends_i
     const std::string config =
         c10::str("PersistentConfig<Cell, T, ", kernel.variant, ", ", kernel.backward ? "true" : "false",
                  reset.empty() ? "" : ", ", reset, heads, ">");
-    return {kernel.backward ? "persistent/backward.cuh" : "persistent/forward.cuh",
-            c10::str("const __grid_constant__ PerDirection<Sequence", direction,
-                     "Arguments<T>> sequences, const GroupGrid", shape.over_units ? "OfRows" : "", " grid"),
-            c10::str(config, "::kShape.threads(), ", config, "::kShape.blocks()"),
-            c10::str("run_persistent<", config, ", ", direction, "Steps<", config, ">>(sequences, grid)")};
+    return {
+        kernel.backward ? "persistent/backward.cuh" : "persistent/forward.cuh",
+        c10::str("const __grid_constant__ PerDirection<Sequence", direction,
+                 "Arguments<T>> sequences, const GroupGrid", shape.mixes_units() ? "OfRows" : "", " grid"),
+        c10::str(config, "::kShape.threads(), ", config, "::kShape.blocks()"),
+        c10::str("run_persistent<", config, ", ", direction, "Steps<", config, ">>(sequences, grid)")};
   }
   if (kernel.is_independent()) {
     const int threads = kernel.block_threads;
@@ -76,9 +77,10 @@ KernelText text_of(const CellKernel& kernel, const CellShape& shape, bool ends_i
               c10::str(threads),
               c10::str("Independent", direction, of_cell, "(sequence, independent_thread()).run(tiles)")};
     }
-    // Registers for 768 threads of a multiprocessor, or for half of them with several states.
-    return {"without_product/tiles.cuh", parameters,
-            c10::str(threads, ", (kCellShape<Cell>.live_states() < 2 ? 768 : 384) / ", threads),
+    // Registers for so many threads of a multiprocessor. Maps of pairs or of several states take more, and
+    // shared memory has room for fewer such threads.
+    const int resident = shape.live_states() > 1 ? 384 : kernel.independent_units > 1 ? 512 : 768;
+    return {"without_product/tiles.cuh", parameters, c10::str(threads, ", ", resident / threads),
             c10::str("run_tile_of_units<", direction, "Map", of_cell, ">(sequence, tiles)")};
   }
   if (kernel.is_single_step()) {
@@ -146,12 +148,17 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
            numbers.size() > 13 && n(13) != 0,
            numbers.size() > 14 ? n(14) : 0};
   zeros_stay = n(9) != 0;
-  for (int i = 15; i < static_cast<int>(numbers.size()); i += 4) {
+  for (int i = 19; i < static_cast<int>(numbers.size()); i += 4) {
     products.push_back({n(i), n(i + 1), n(i + 2), n(i + 3)});
     const CellProduct& product = products.back();
     TORCH_CHECK_VALUE(product.block < shape.blocks, name, ": expected a block of ", shape.blocks, ", got ",
                       product.block);
     shape.fed = std::max(shape.fed, product.fed + 1);
+  }
+  if (!products.empty()) {
+    shape.products_of_h = n(15);
+    shape.call = {0, n(16) > 0, n(16)};
+    shape.back_call = {0, n(17), n(18)};
   }
   shape.products = static_cast<int>(products.size());
   if (has_formulas) {

@@ -4,9 +4,10 @@
 // (recurrence/cell.h). The numbers are those of its CellShape except `wide`, with the numbers of the states
 // that are outputs, separated by spaces, -1 being h; then 1 if a unit of zeros stays so, forward and
 // backward, else 0; then `wide`, `resets_to_initial`, `affine` and `over_units`, which programs of version
-// 0.3 lack. If the cell has weights of its own, there follow `blocks` and the numbers of each product. Two
-// more fields have the formulas forward and backward for the CPU (formula.h); programs of version 0.3 and
-// cells in C++ lack them.
+// 0.3 lack. If the cell has weights of its own, there follow `blocks`, `products_of_h`, the most outputs of a
+// call forward, the most inputs and outputs of one backward, and the numbers of each product. Two more fields
+// have the formulas forward and backward for the CPU (formula.h); programs of version 0.3 and cells in C++
+// lack them.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -67,7 +68,7 @@ struct CellProgram {
   CellShape shape;
   std::vector<int> outputs = {-1};  // the states that are outputs; -1: h
   bool zeros_stay;
-  std::vector<CellProduct> products = {};  // by stages and, in these, by what they take
+  std::vector<CellProduct> products = {};  // those of the previous h first, others by what they take
   const CompiledCell* compiled = nullptr;
   std::unique_ptr<const CellFormulas> formulas = {};  // for the CPU, or null
 

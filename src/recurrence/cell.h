@@ -28,25 +28,34 @@
 
 namespace lltm_ext {
 
+// Products that a persistent kernel computes in the middle of a step. Forward: `outputs` products of one
+// value. Backward: for `outputs` values, the sum of the products of the same `inputs` gradients with
+// transposed blocks.
+struct OwnCall {
+  int first, inputs, outputs;  // the first product; the others follow it
+};
+
 // A cell's sizes and properties, as values.
 struct CellShape {
-  int gates;               // pre-activations of a unit: the input's projections, and products with h
-  int states;              // values of a unit that a step hands on to the next, besides h
-  int saved;               // values saved for backward
-  int parameters;          // parameters of a unit
-  int step_inputs;         // inputs of a unit in each step, which get no gradients
-  bool recurrent;          // whether there are products with h
-  bool separate;           // whether the cell sees projections and products apart, or their sums
-  bool reads_h;            // whether a unit reads its own previous h
-  int outputs;             // values of a unit that a step outputs, of h and the states
-  bool outputs_h;          // whether h is the only one
-  bool wide;               // whether the projections of half types are in float32
-  bool resets_to_initial;  // whether a reset leads to the initial h and states, not to zeros
-  bool affine;             // whether the new h, if the cell reads h, and states are affine in the old ones
-  bool over_units;         // whether a unit reads values over all units of its row, such as their mean
-  int blocks;              // [H, H] of further weights, in rows of weight_hh after those of the gates
-  int products;            // products of a step with these
-  int fed;                 // values that these products take
+  int gates;                // pre-activations of a unit: the input's projections, and products with h
+  int states;               // values of a unit that a step hands on to the next, besides h
+  int saved;                // values saved for backward
+  int parameters;           // parameters of a unit
+  int step_inputs;          // inputs of a unit in each step, which get no gradients
+  bool recurrent;           // whether there are products with h
+  bool separate;            // whether the cell sees projections and products apart, or their sums
+  bool reads_h;             // whether a unit reads its own previous h
+  int outputs;              // values of a unit that a step outputs, of h and the states
+  bool outputs_h;           // whether h is the only one
+  bool wide;                // whether the projections of half types are in float32
+  bool resets_to_initial;   // whether a reset leads to the initial h and states, not to zeros
+  bool affine;              // whether the new h, if the cell reads h, and states are affine in the old ones
+  bool over_units;          // whether a unit reads values over all units of its row, such as their mean
+  int blocks;               // [H, H] of further weights, in rows of weight_hh after those of the gates
+  int products;             // products of a step with these
+  int fed;                  // values that these products take
+  int products_of_h;        // the first products, if these take the previous h
+  OwnCall call, back_call;  // the most inputs and outputs of the calls of all others, and of the backward
 
   // Planes of gates that forward keeps for backward: saved values or, without a product, the projections.
   constexpr int kept_gates() const { return recurrent && wide ? 0 : gates; }
@@ -56,6 +65,8 @@ struct CellShape {
   constexpr int extra() const { return saved - saved_in_gates(); }
   constexpr int live_states() const { return states + reads_h; }  // values that a unit keeps between steps
   constexpr int sums() const { return gates + parameters; }       // gradients that are summed over all rows
+  // Values that products take besides h, one after the other in a step.
+  constexpr int fed_apart() const { return fed - (products_of_h > 0); }
   // Whether units read more than their own values.
   constexpr bool mixes_units() const { return over_units || products > 0; }
   constexpr int rows_of_weight_hh() const { return gates + blocks; }  // in hidden_size rows
@@ -82,6 +93,42 @@ template <class Cell, class = void>
 constexpr int kFedOf = 0;
 template <class Cell>
 constexpr int kFedOf<Cell, decltype(void(Cell::kFed))> = Cell::kFed;
+template <class Cell, class = void>
+constexpr int kBlocksOf = 0;
+template <class Cell>
+constexpr int kBlocksOf<Cell, decltype(void(Cell::kBlocks))> = Cell::kBlocks;
+template <class Cell, bool kBackward>
+LLTM_HOST_DEVICE constexpr int own_calls() {
+  if constexpr (kProductsOf<Cell> == 0) {
+    return 0;
+  } else {
+    return kBackward ? Cell::kBackCalls : Cell::kCalls;
+  }
+}
+template <class Cell, bool kBackward>
+LLTM_HOST_DEVICE constexpr OwnCall own_call(int i) {
+  return kBackward ? Cell::back_call(i) : Cell::call(i);
+}
+template <class Cell, bool kBackward>
+LLTM_HOST_DEVICE constexpr OwnCall largest_own_call() {
+  OwnCall largest = {0, 0, 0};
+  if constexpr (own_calls<Cell, kBackward>() > 0) {
+    for (int i = 0; i < own_calls<Cell, kBackward>(); ++i) {
+      const OwnCall call = own_call<Cell, kBackward>(i);
+      if (call.inputs > largest.inputs) largest.inputs = call.inputs;
+      if (call.outputs > largest.outputs) largest.outputs = call.outputs;
+    }
+  }
+  return largest;
+}
+template <class Cell>
+LLTM_HOST_DEVICE constexpr int products_of_h() {
+  if constexpr (kProductsOf<Cell> > 0) {
+    return Cell::kProductsOfH;
+  } else {
+    return 0;
+  }
+}
 
 // The outputs of a step: the state kOutputState, or kOutputs of them, each output_at(i), of a cell that has
 // several. -1 is h.
@@ -124,11 +171,34 @@ constexpr bool kResetsToInitial = false;
 template <class Cell>
 constexpr bool kIsAffine = false;
 
+// Whether a cell has saved_state: the new h and states are affine in the old ones, and what it saves are old
+// states, of these numbers.
+template <class Cell, class = void>
+constexpr bool kSavesStatesOnly = false;
 template <class Cell>
-constexpr CellShape kCellShape = {
-    Cell::kGates,     Cell::kStates,          Cell::kSaved,    Cell::kParameters, Cell::kStepInputs,
-    Cell::kRecurrent, Cell::kSeparate,        Cell::kReadsH,   kOutputsOf<Cell>,  kOutputsH<Cell>,
-    kIsWide<Cell>,    kResetsToInitial<Cell>, kIsAffine<Cell>, kIsOverUnits<Cell>};
+constexpr bool kSavesStatesOnly<Cell, decltype(void(Cell::saved_state(0)))> = true;
+
+template <class Cell>
+constexpr CellShape kCellShape = {Cell::kGates,
+                                  Cell::kStates,
+                                  Cell::kSaved,
+                                  Cell::kParameters,
+                                  Cell::kStepInputs,
+                                  Cell::kRecurrent,
+                                  Cell::kSeparate,
+                                  Cell::kReadsH,
+                                  kOutputsOf<Cell>,
+                                  kOutputsH<Cell>,
+                                  kIsWide<Cell>,
+                                  kResetsToInitial<Cell>,
+                                  kIsAffine<Cell>,
+                                  kIsOverUnits<Cell>,
+                                  kBlocksOf<Cell>,
+                                  kProductsOf<Cell>,
+                                  kFedOf<Cell>,
+                                  products_of_h<Cell>(),
+                                  largest_own_call<Cell, false>(),
+                                  largest_own_call<Cell, true>()};
 
 // The type of a cell's projections in memory.
 template <class Cell, typename T>
@@ -148,7 +218,7 @@ struct CellInputs {
   A h;                                                    // the previous h, if kReadsH
   A parameters[at_least_one(Cell::kParameters)];
   A steps[at_least_one(Cell::kStepInputs)];
-  A products[at_least_one(kProductsOf<Cell>)];  // those of the stages before
+  A products[at_least_one(kProductsOf<Cell>)];  // those of the stages before or, in whole steps, of h
   typename Conditional<kIsOverUnits<Cell>, RowOfUnits<A>, NoUnits>::type units;
 };
 
@@ -318,6 +388,8 @@ struct SequenceBackwardArguments {
                          // own, too
   const T* output;       // [N, H] h of every step, for a cell without a product
   const T* h0;           // [B, H], or null for zeros, for such a cell
+  T* grad_products;      // [rows, products, H] of the products with the cell's own weights, if it has such
+  T* fed;                // [rows, fed, H] what these took
 
   LLTM_HOST_DEVICE Resets<A> resets() const { return {reset, reset_is_bool}; }
 };

@@ -24,8 +24,8 @@ struct Plan {
   bool independent = false;  // for kStepwise only: one kernel runs all steps of a cell without a product
   UnitTiles tiles = {};      // for these cells
   int heads = 1;             // that a persistent kernel runs side by side, each with its block of the weights
-  int64_t row_parts_bytes = 0;  // of memory for GroupGridOfRows
-  std::string why_not;          // why the requested algorithm can't run
+  int64_t row_parts_bytes = 0, given_bytes = 0;  // of memory for GroupGridOfRows
+  std::string why_not;                           // why the requested algorithm can't run
 
   bool is_fused() const { return runs_all_steps() || fused_step.split_k > 0 || small_batch.rows > 0; }
   // Whether one launch runs all steps. The states then stay on the chip between them.
@@ -58,8 +58,8 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   const PersistentShape shape = {p.cell, v, p.element_size, p.backward};
   const int units = shape.units();
   if (v.on_hopper_only && !device.has_sm90a) return false;
-  if (p.cell.over_units && (v.any_rows || v.row_per_block)) return false;
-  if (p.heads > 1 && (p.cell.over_units || v.row_per_block)) return false;
+  if (p.cell.mixes_units() && (v.any_rows || v.row_per_block)) return false;
+  if (p.heads > 1 && (p.cell.mixes_units() || v.row_per_block)) return false;
   if (v.tf32 && !p.tf32) return false;
   if (p.hidden > shape.most_hidden()) return false;
   if (!v.row_per_block && p.hidden % 8 != 0) return false;
@@ -109,8 +109,8 @@ inline int most_row_tiles_of_grid(const PersistentVariant& v, const Problem& p, 
 inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
   const int64_t side_by_side = int64_t{p.sequences} * p.heads, rows = side_by_side * p.batch;
-  // A step of a loop takes a product and a kernel that waits for it, as long as eight waves.
-  if (p.cell.over_units) {
+  // A step of a loop takes products and kernels that wait for each other, as long as eight waves.
+  if (p.cell.mixes_units()) {
     return side_by_side * grid.groups <= 8 * (multiprocessors(grid, v, device) / grid.group_blocks);
   }
   if (v.row_per_block) {  // with more rows, blocks of several rows are faster
@@ -181,7 +181,7 @@ inline FusedStepTile fused_backward_tile(const Problem& p, const DeviceInfo& dev
 }
 
 inline FusedStepTile fused_step_tile(const Problem& p, const DeviceInfo& device) {
-  if (!device.has_sm90a || !p.cell.recurrent || p.cell.over_units) return {};
+  if (!device.has_sm90a || !p.cell.recurrent || p.cell.mixes_units()) return {};
   if (p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
   if (p.heads > 1 || p.sequences > 1) return {};
   if (p.batch * p.hidden == 0 || p.batch > 64 * 65535) return {};  // limit of blockIdx.y
@@ -191,7 +191,7 @@ inline FusedStepTile fused_step_tile(const Problem& p, const DeviceInfo& device)
 // Every multiprocessor gets the same number of blocks, one if the hidden size allows: all blocks read the
 // same operands, so fewer blocks read less. Warps beyond those that a block's columns need split K.
 inline SmallBatchTile small_batch_tile(const Problem& p, const DeviceInfo& device) {
-  if (p.element_size != 4 || !p.cell.recurrent || p.cell.over_units || p.sequences > 1 || p.heads > 1)
+  if (p.element_size != 4 || !p.cell.recurrent || p.cell.mixes_units() || p.sequences > 1 || p.heads > 1)
     return {};
   // With more rows, tensor cores are faster.
   const int most_rows = p.tf32 ? kMostSmallBatch / 2 : kMostSmallBatch;
@@ -216,19 +216,19 @@ inline UnitTiles unit_tiles(const Problem& p, const DeviceInfo& device) {
   constexpr int64_t kMostThreads = 64, kLeastSteps = 128;
   const int live = p.cell.live_states();
   if (live > kMostMappedStates || !(p.backward || p.cell.affine)) return {};
-  const int units = independent_units(p.batch, p.hidden, p.element_size, /*in_tiles=*/true);
-  const int64_t all = p.batch * (p.hidden / units);
-  if (all == 0 || all > kMostThreads * device.multiprocessors || p.steps < kLeastSteps) return {};
   UnitTiles tiles = {};
+  tiles.units = tile_units(p.cell, p.batch, p.hidden, p.element_size);
+  const int64_t all = p.batch * (p.hidden / tiles.units);
+  if (all == 0 || all > kMostThreads * device.multiprocessors || p.steps < kLeastSteps) return {};
   while (1 << tiles.width_bits < std::min<int64_t>(all, 32)) ++tiles.width_bits;
   tiles.groups = static_cast<unsigned>(ceil_div(all, int64_t{1} << tiles.width_bits));
   // Small blocks do not all wait at the same time. With few groups many tiles of one run at once, and more
   // rows look farther back. Maps of more states take more registers.
   const bool many_rows = live <= 1 && !p.backward && tiles.groups < 64;
   tiles.threads = many_rows ? 256 : live <= 2 ? 128 : 64;
-  tiles.thread_steps = tile_thread_steps(p.cell, units, p.element_size, p.backward, tiles.threads);
-  tiles.input_bytes = tile_input_bytes(p.cell, units, p.element_size, p.backward, /*dense=*/false, tiles);
-  const int64_t shared_bytes = tiles.shared_bytes(units, live);
+  tiles.thread_steps = tile_thread_steps(p.cell, p.element_size, p.backward, tiles);
+  tiles.input_bytes = tile_input_bytes(p.cell, p.element_size, p.backward, /*dense=*/false, tiles);
+  const int64_t shared_bytes = tiles.shared_bytes(live);
   if (shared_bytes > device.shared_bytes) return {};
   tiles.tiles = ceil_div(p.steps, int64_t{tiles.rows()} * tiles.thread_steps);
   if (tiles.groups * tiles.tiles > INT32_MAX) return {};
@@ -239,7 +239,6 @@ inline UnitTiles unit_tiles(const Problem& p, const DeviceInfo& device) {
 }
 
 inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm requested) {
-  if (p.cell.products > 0) return "takes cells with one product a step";
   if (!p.cell.recurrent) return "takes cells with a product of h, got one without";
   if (p.element_size == 8) return "takes float16, bfloat16 and float32, got float64";
   if (p.hidden % 8 != 0)
@@ -250,6 +249,7 @@ inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm
     return "needs compute capability " + dotted(needed) + ", got " + dotted(device.compute_capability);
   }
   if (requested == Algorithm::kCluster && !p.dense) return "takes no packed sequences";
+  if (p.cell.mixes_units() && !p.dense) return "takes no packed sequences of cells that read other units";
   return "has no room on this GPU for hidden_size = " + std::to_string(p.hidden) +
          " and batch = " + std::to_string(p.batch);
 }
@@ -259,16 +259,10 @@ inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm
 // Plans the requested algorithm, or the fastest for kAuto. The stepwise loop runs everything.
 inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Algorithm requested) {
   Plan plan;
-  if (problem.cell.products > 0) {
-    if (requested == Algorithm::kCluster || requested == Algorithm::kGrid) {
-      plan.why_not = plan_detail::why_not(problem, device, requested);
-    }
-    return plan;
-  }
   const FusedStepTile fused_step = plan_detail::fused_step_tile(problem, device);
   plan.fused_step = fused_step;
   plan.small_batch = plan_detail::small_batch_tile(problem, device);
-  plan.independent = !problem.cell.recurrent && !problem.cell.over_units && problem.sequences == 1 &&
+  plan.independent = !problem.cell.recurrent && !problem.cell.mixes_units() && problem.sequences == 1 &&
                      std::max(problem.batch, problem.hidden) <= INT32_MAX;
   if (plan.independent) plan.tiles = plan_detail::unit_tiles(problem, device);
   if (requested == Algorithm::kStepwise) return plan;
@@ -289,13 +283,17 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
       plan.heads = problem.heads;
       const PersistentShape shape = {problem.cell, v, problem.element_size, problem.backward};
       plan.row_parts_bytes = problem.sequences * grid.groups * shape.row_parts_bytes(grid.group_blocks);
+      if (!problem.backward && shape.through() == ExchangeThrough::kL2) {
+        plan.given_bytes = problem.sequences * problem.steps * problem.batch * problem.hidden *
+                           problem.cell.fed_apart() * problem.element_size;
+      }
       return;
     }
   };
   const auto choose_of = [&](const auto& variants) {
     const bool any = requested == Algorithm::kAuto;
-    // Values over all units take further exchanges, which are faster in a cluster.
-    const bool cluster_first = any && problem.cell.over_units;
+    // Such cells take further exchanges, which are faster in a cluster.
+    const bool cluster_first = any && problem.cell.mixes_units();
     choose(variants, cluster_first ? Algorithm::kCluster : requested, /*if_it_pays=*/true);
     if (plan.variant < 0 && cluster_first) choose(variants, Algorithm::kGrid, /*if_it_pays=*/true);
     if (plan.variant < 0 && !any) choose(variants, requested, /*if_it_pays=*/false);

@@ -31,7 +31,7 @@ template <>
 class RowOfUnits<double> {
  public:
   struct Calls {
-    size_t known = 0;                       // calls whose arguments are complete
+    size_t known = 0, next = 0;             // calls whose arguments are complete; the unit's next one
     std::vector<std::vector<double>> of{};  // the units' arguments of each call
   };
   RowOfUnits() = default;
@@ -58,13 +58,16 @@ class RowOfUnits<double> {
     return values ? *std::max_element(values->begin(), values->end()) : 1;
   }
 
- private:
+  // What all units have given this call, if that is known.
   const std::vector<double>* given(double x) const {
-    if (calls_->of.size() == next_) calls_->of.emplace_back(hidden_);
-    std::vector<double>& values = calls_->of[next_];
+    const size_t call = calls_->next++;
+    if (calls_->of.size() == call) calls_->of.emplace_back(hidden_);
+    std::vector<double>& values = calls_->of[call];
     values[unit_] = x;
-    return next_++ < calls_->known ? &values : nullptr;
+    return call < calls_->known ? &values : nullptr;
   }
+
+ private:
   // Replaces x by the variance of the units' x.
   void set_moments(double& x, double& mean) const {
     const std::vector<double>* const values = given(x);
@@ -81,7 +84,6 @@ class RowOfUnits<double> {
 
   Calls* calls_;
   int hidden_, unit_;
-  mutable size_t next_ = 0;
 };
 
 namespace {
@@ -201,8 +203,8 @@ struct Inputs {
     Random random;
     const size_t hidden = c.hidden, of_batch = c.batch * hidden, of_rows = rows * hidden;
     // Without a product of h, the reference multiplies by zeros.
-    weight =
-        random.values(cell.gates * hidden * hidden, 0, cell.recurrent ? 0.8 / std::sqrt(hidden) : 0, round);
+    weight = random.values(cell.rows_of_weight_hh() * hidden * hidden, 0,
+                           cell.recurrent ? 0.8 / std::sqrt(hidden) : 0, round);
     parameters = random.values(cell.parameters * hidden, 0, 1, round);
     step_inputs = random.values(cell.step_inputs * of_rows, 0.5, 0.5, round);
     reset = has_resets ? random.resets(rows, of_bools) : Values(rows, 0);
@@ -228,7 +230,8 @@ class Reference {
  public:
   Values output, output_apart, h, states, saved;                           // of forward
   Values grad_products, grad_projections, grad_h, grad_states, grad_sums;  // of backward
-  Values grad_initial;  // of h and states by resets to them
+  Values grad_initial;   // of h and states by resets to them
+  Values grad_own, fed;  // of the products with the cell's own weights, and what these take
 
   Reference(const Case& c, const Steps& steps, const Inputs& inputs, const Precision& precision)
       : c_(c), steps_(steps), in_(inputs), precision_(precision), weight_(inputs.weight) {
@@ -254,6 +257,8 @@ class Reference {
     grad_h = in_.grad_h_n, grad_states = in_.grad_states_n;
     grad_products.resize(steps_.rows() * kGates * c_.hidden);
     grad_projections = grad_products;
+    grad_own.resize(steps_.rows() * kShape.products * c_.hidden);
+    fed.resize(steps_.rows() * kShape.fed * c_.hidden);
     grad_sums.resize(kSums * c_.hidden);
     grad_initial.resize((1 + kShape.states) * c_.batch * c_.hidden);
     for (int step = c_.length - 1; step >= 0; --step) {
@@ -320,7 +325,7 @@ class Reference {
   // Runs a row's units, in copies of this at first until all know what they read of each other.
   template <class Run>
   void run_row(Run&& run) {
-    if constexpr (kIsOverUnits<Cell>) {
+    if constexpr (kShape.mixes_units()) {
       calls_ = {};
       do {
         Reference trial = *this;
@@ -332,7 +337,49 @@ class Reference {
     run(*this);
   }
   void set_units(CellInputs<Cell, double>& in, int unit) {
+    calls_.next = 0;
     if constexpr (kIsOverUnits<Cell>) in.units = {calls_, c_.hidden, unit};
+  }
+
+  // What calls of products give a unit.
+  template <bool kBackward>
+  struct OwnProducts {
+    Reference& reference;
+    int unit;
+    int64_t row;
+    template <int kCall, int kInputs, int kOutputs>
+    void multiply(const double (&given)[kInputs], double (&products)[kOutputs]) const {
+      const Precision& precision = reference.precision_;
+      const int hidden = reference.c_.hidden, first = own_call<Cell, kBackward>(kCall).first;
+      const RowOfUnits<double> units(reference.calls_, hidden, unit);
+      for (double& sum : products) sum = 0;
+      for (int i = 0; i < kInputs; ++i) {
+        const double value = precision.value(given[i]);
+        const Values* const values = units.given(precision.operand(value));
+        for (int out = 0; out < kOutputs; ++out) {
+          const int product = first + out * kInputs + i, block = kGates + Cell::block_of(product);
+          if (!values) {
+            products[out] = 1;
+          } else if (kBackward) {
+            reference.grad_own[reference.at(row, kShape.products, product) + unit] = value;
+            for (int j = 0; j < hidden; ++j) {
+              products[out] += (*values)[j] * reference.weight_[reference.at(block, hidden, j) + unit];
+            }
+          } else {
+            products[out] += reference.product(block, unit, *values);
+          }
+        }
+      }
+    }
+  };
+  double run_cell(CellInputs<Cell, double>& in, double (&states)[at_least_one(kShape.states)],
+                  double (&saved)[at_least_one(kShape.saved)], int unit) {
+    if constexpr (kProductsOf<Cell> > 0) {
+      const OwnProducts<false> products = {*this, unit, 0};
+      return Cell::template forward<ExactMath>(in, states, saved, products);
+    } else {
+      return Cell::template forward<ExactMath>(in, states, saved);
+    }
   }
 
   void forward_unit(int b, int64_t row, int unit, const Values& operands) {
@@ -348,7 +395,12 @@ class Reference {
     }
     double of_unit[at_least_one(kShape.states)] = {}, to_save[at_least_one(kShape.saved)] = {};
     for (int s = 0; s < kShape.states; ++s) of_unit[s] = keep * states[state_at(s, b) + unit];
-    double new_h = Cell::template forward<ExactMath>(in, of_unit, to_save);
+    if constexpr (kShape.products_of_h > 0) {
+      for (int p = 0; p < kShape.products_of_h; ++p) {
+        in.products[p] = keep * product(kGates + Cell::block_of(p), unit, operands);
+      }
+    }
+    double new_h = run_cell(in, of_unit, to_save, unit);
     if (!kIsAffine<Cell>) new_h = precision_.value(new_h);
     h[at(b, 1, 0) + unit] = output[at(row, 1, 0) + unit] = new_h;
     for (int s = 0; s < kShape.states; ++s) states[state_at(s, b) + unit] = of_unit[s];
@@ -398,7 +450,13 @@ class Reference {
     for (int o = 0; o < kShape.outputs; ++o) {
       gradient_of_output<Cell>(of_h, of_unit, o) += in_.grad_output[at(row, kShape.outputs, o) + unit];
     }
-    Cell::template backward<ExactMath>(from_save, in, of_h, of_unit, grads);
+    if constexpr (kProductsOf<Cell> > 0) {
+      const OwnProducts<true> products = {*this, unit, row};
+      Cell::template backward<ExactMath>(from_save, in, of_h, of_unit, grads, products);
+      for (int f = 0; f < kShape.fed; ++f) fed[at(row, kShape.fed, f) + unit] = grads.fed[f];
+    } else {
+      Cell::template backward<ExactMath>(from_save, in, of_h, of_unit, grads);
+    }
     for (int s = 0; s < kShape.states; ++s) {
       collect_initial(1 + s, b, row, unit, of_unit[s]);
       grad_states[state_at(s, b) + unit] = in_.keep[row] * of_unit[s];
@@ -514,7 +572,7 @@ class Kernels {
 
   Array<T> gates, extra, output, output_apart, h_n;
   Array<State> states_n;
-  Array<T> grad_gates, grad_projections, grad_h;
+  Array<T> grad_gates, grad_projections, grad_h, grad_products, fed;
   Array<acc_t<T>> grad_own_h, grad_states, grad_initial, grad_sums;
 
   // `weight`: that of the inputs, or its blocks.
@@ -538,6 +596,8 @@ class Kernels {
     states_n = unwritten<State>(states0_.size());
     grad_gates = unwritten<T>(rows * kGates * hidden);
     if (Cell::kSeparate) grad_projections = grad_gates;
+    grad_products = unwritten<T>(rows * kShape.products * hidden);
+    fed = unwritten<T>(rows * kShape.fed * hidden);
     grad_h = c.from_zeros ? unwritten<T>(c.batch * hidden) : narrowed<T>(inputs.grad_h_n);
     if (Cell::kReadsH && c.from_zeros) grad_own_h = unwritten<acc_t<T>>(c.batch * hidden);
     if (Cell::kReadsH) grad_own_h.resize(c.batch * hidden);
@@ -605,6 +665,8 @@ class Kernels {
     arguments.grad_output = grad_output_.data();
     arguments.grad_gates = grad_gates.data() + first;
     arguments.grad_projections = Cell::kSeparate ? grad_projections.data() + first : nullptr;
+    arguments.grad_products = grad_products.data() + first_row * kShape.products * c_.hidden;
+    arguments.fed = fed.data() + first_row * kShape.fed * c_.hidden;
     arguments.grad_h = grad_h.data();
     arguments.grad_own_h = Cell::kReadsH ? grad_own_h.data() : nullptr;
     arguments.grad_states = grad_states.data();
@@ -690,6 +752,10 @@ class Kernels {
     std::vector<Uint64Pair> row_parts(groups.groups * Config::kShape.row_parts_bytes(groups.group_blocks) /
                                       sizeof(Uint64Pair));
     groups.row_parts = row_parts.data();
+    std::vector<Uint64Pair> fed(
+        steps_.rows() * kShape.fed_apart() * c_.hidden * sizeof(T) / sizeof(Uint64Pair) + 1);
+    std::memset(fed.data(), kUnwrittenByte, fed.size() * sizeof(Uint64Pair));
+    groups.given = fed.data();
     const Group group = {c_.hidden / kHeads, groups.group_blocks, 0, groups.rows};
     const cuda_on_cpu::Grid grid = {groups.groups * groups.group_blocks, Config::kShape.threads(),
                                     kCluster ? groups.group_blocks : 1,
@@ -703,8 +769,11 @@ class Kernels {
     }
   }
 
+  // As with many rows, so that float32 has pairs.
   int units_each() const {
-    return independent_units(c_.batch, c_.hidden, sizeof(T), /*in_tiles=*/c_.thread_steps > 0);
+    constexpr int kManyRows = 1 << 16;
+    return c_.thread_steps > 0 ? tile_units(kShape, kManyRows, c_.hidden, sizeof(T))
+                               : independent_units(kManyRows, c_.hidden, sizeof(T));
   }
 
   // Tiles of so many steps, if they are asked for.
@@ -712,7 +781,8 @@ class Kernels {
     UnitTiles tiles = {};
     tiles.stage_steps = 5;  // a group of steps, and single ones
     if (c_.thread_steps == 0) return tiles;
-    const int64_t threads = c_.batch * c_.hidden / units_each();
+    tiles.units = units_each();
+    const int64_t threads = c_.batch * c_.hidden / tiles.units;
     while (1 << tiles.width_bits < std::min<int64_t>(threads, 32)) ++tiles.width_bits;
     tiles.threads = kTileThreads;
     tiles.thread_steps = c_.thread_steps;
@@ -752,10 +822,10 @@ class Kernels {
     if constexpr (kHasMaps && kShape.live_states() <= kMostMappedStates) {
       if (c_.thread_steps > 0) {
         constexpr int kLive = kShape.live_states();
-        std::vector<uint64_t> links(tiles.link_bytes(units_each(), kLive) / 8 + 1, ~uint64_t{0});
+        std::vector<uint64_t> links(tiles.link_bytes(kLive) / 8 + 1, ~uint64_t{0});
         tiles.links = links.data();
         return cuda_on_cpu::run({static_cast<int>(tiles.groups * tiles.tiles), kTileThreads, 1,
-                                 static_cast<size_t>(tiles.shared_bytes(units_each(), kLive))},
+                                 static_cast<size_t>(tiles.shared_bytes(kLive))},
                                 [&] { run_tile_of_units<Map>(arguments, tiles); });
       }
     }
@@ -917,6 +987,8 @@ void check_backward(const Case& c, KernelsOfCase& kernels, Reference<Cell>& refe
     compare("grad_initial", kernels.total_grad_initial(), reference.grad_initial);
   }
   compare("grad_sums", kernels.total_grad_sums(), reference.grad_sums);
+  compare("grad_products", widened(kernels.grad_products), reference.grad_own);
+  compare("fed", widened(kernels.fed), reference.fed);
 }
 
 template <class Cell, typename T, int kVariant, class Reset, int kHeads = 1>
@@ -1116,7 +1188,7 @@ constexpr Checks checks_of(const char* name) {
 
 template <class Cell, Checks kChecks>
 void check_all() {
-  if constexpr (kIsOverUnits<Cell>) {
+  if constexpr (kCellShape<Cell>.mixes_units()) {
     check_rows<Cell>();
   } else if constexpr (Cell::kRecurrent) {
     check_persistent<Cell>();

@@ -11,7 +11,7 @@ namespace lltm_ext {
 template <class Config>
 constexpr int kBackwardPlanes =
     Config::Cell::kSaved + Config::Cell::kStepInputs + kOutputsOf<typename Config::Cell> +
-    (Config::kThrough == ExchangeThrough::kL2 ? Config::kGates : 0);
+    (Config::kThrough == ExchangeThrough::kL2 ? Config::kGates + kProductsOf<typename Config::Cell> : 0);
 
 template <class Config>
 class PersistentBackward
@@ -28,10 +28,11 @@ class PersistentBackward
   __device__ PersistentBackward(const Arguments& arguments, const GroupGrid& grid,
                                 const typename Base::Storage& storage)
       : Base(grid, arguments.steps.batch, arguments.hidden / Config::kHeads, storage), args_(arguments) {
-    load_weights<Config>(Base::weights_, map_, hidden_, static_cast<size_t>(8) * kGates * width(),
-                         [&](int gate, int unit) {
-                           return args_.weight_t + (static_cast<int64_t>(unit) * kGates + gate) * width();
-                         });
+    constexpr int kBlocks = Config::kShape.cell.rows_of_weight_hh();
+    load_weights<Config>(
+        Base::weights_, map_, hidden_, static_cast<size_t>(8) * kBlocks * width(), [&](int i, int unit) {
+          return args_.weight_t + (static_cast<int64_t>(unit) * kBlocks + Base::weight_of(i)) * width();
+        });
     Base::load_parameters(args_.parameters);
     typename Base::Prefetcher::Arrays arrays(Base::prefetcher_, map_, hidden_);
     arrays.add(args_.gates, kGates, kSavedInGates);
@@ -39,6 +40,10 @@ class PersistentBackward
     if constexpr (Cell::kStepInputs > 0) arrays.add(args_.step_inputs, Cell::kStepInputs);
     arrays.add(args_.grad_output, kStepOutputs);
     if (Exchange::kThroughL2) arrays.add(args_.grad_gates - args_.first_row * kGates * width(), kGates);
+    if constexpr (Base::kCalls > 0) {
+      Base::given_ = args_.grad_products - args_.first_row * kProductsOf<Cell> * width();
+      if (Exchange::kThroughL2) arrays.add(Base::given_, kProductsOf<Cell>);
+    }
   }
 
  private:
@@ -51,6 +56,7 @@ class PersistentBackward
   __device__ __forceinline__ StepRows rows_of(int n) const {
     return n < steps() ? args_.steps.at(args_.end - 1 - n) : StepRows{0, 0};
   }
+  __device__ __forceinline__ int64_t given_row(int n) const { return rows_of(n).first; }
   __device__ __forceinline__ T* grad_gates(int64_t row) const {
     return args_.grad_gates + (row - args_.first_row) * kGates * width();
   }
@@ -170,7 +176,7 @@ class PersistentBackward
         Base::put(grad_states, 2 * i + e, of_unit[e]);
       }
     }
-    Cell::template backward<PackMath<typename Config::Math>>(saved, in, grad_h, grad_states, grads);
+    run_cell(saved, in, grad_h, grad_states, grads);
     Base::row_units_ = in.units;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
@@ -180,6 +186,7 @@ class PersistentBackward
         Base::take(p.grads[e].x, grads.x, 2 * i + e);
         Base::take(p.grads[e].r, grads.r, 2 * i + e);
         Base::take(p.grads[e].parameters, grads.parameters, 2 * i + e);
+        if constexpr (Base::kCalls > 0) Base::take(p.grads[e].fed, grads.fed, 2 * i + e);
         p.grads[e].h = grads.h.of[2 * i + e];
       }
 #pragma unroll
@@ -187,6 +194,18 @@ class PersistentBackward
         p.grad_states[s] = make_float2(grad_states[s].of[2 * i], grad_states[s].of[2 * i + 1]);
       }
       exchange_gates(p.grad_gates, p.grads, p.exists, i);
+    }
+  }
+  template <typename A, int kOfSaved, int kOfStates>
+  __device__ __forceinline__ void run_cell(const A (&saved)[kOfSaved], const CellInputs<Cell, A>& in,
+                                           const A& grad_h, A (&grad_states)[kOfStates],
+                                           CellGradients<Cell, A>& grads) {
+    using Math = PackMath<typename Config::Math>;
+    if constexpr (Base::kCalls > 0) {
+      const typename Base::OwnProducts products = {*this};
+      Cell::template backward<Math>(saved, in, grad_h, grad_states, grads, products);
+    } else {
+      Cell::template backward<Math>(saved, in, grad_h, grad_states, grads);
     }
   }
   __device__ __forceinline__ float2 gradient_of_h(int i, const float* sums) {
@@ -208,14 +227,25 @@ class PersistentBackward
     p.grad_h = make_float2(p.grads[0].h, p.grads[1].h);
     add_sums(i, p.grads);
     if (p.exists) store_projections(p.grad_gates - args_.grad_gates, p.grads);
+    if constexpr (Base::kCalls > 0) {
+      if (p.exists) store_fed(Base::step_row_ - args_.first_row + row(i, 0), unit(i), p.grads);
+    }
     p.grad_gates += to_next_ * kGates * width();
     p.inputs.move(to_next_, width());
     if (p.exists && left > 0) load(inputs_[i], p.inputs);
   }
 
+  // Stores what the products with the cell's own weights took, for their gradients.
+  __device__ __forceinline__ void store_fed(int64_t row, int j, const Gradients& grads) const {
+#pragma unroll
+    for (int f = 0; f < kFedOf<Cell>; ++f) {
+      write_pair(args_.fed + (row * kFedOf<Cell> + f) * width() + j, grads[0].fed[f], grads[1].fed[f]);
+    }
+  }
+
   // Computes and stores the gradients of the states before the first step.
   __device__ __forceinline__ void end_one_tile(const RowSource<T>& source) {
-    const float* const sums = Base::multiply_tile(steps() & 1, source);
+    const float* const sums = Base::multiply_tile(Base::buffer_of(steps(), 0), source);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const OneTilePair& p = pairs_[i];

@@ -32,7 +32,7 @@ struct BlockTile {
 // A persistent kernel's parameters at compile time: a cell, a type, a variant of the type's table, a
 // direction, and the type of SequenceForwardArguments::reset: bool, float, or NoReset.
 struct NoReset {};
-template <class Cell_, typename T_, int kVariantIndex, bool kBackward, class Reset_ = NoReset,
+template <class Cell_, typename T_, int kVariantIndex, bool kBackward_, class Reset_ = NoReset,
           int kHeads_ = 1>
 struct PersistentConfig {
   using Cell = Cell_;
@@ -41,6 +41,7 @@ struct PersistentConfig {
   static constexpr bool kHasResets =
       !kIsSame<Reset_, NoReset>;  // whether rows keep only some of their states
   using Reset = typename Conditional<kHasResets, Reset_, bool>::type;
+  static constexpr bool kBackward = kBackward_;
   static constexpr PersistentVariant kVariant = variants_of<T>()[kVariantIndex];
   static constexpr PersistentShape kShape = {kCellShape<Cell>, kVariant, sizeof(T), kBackward};
   static constexpr int kHeads = kHeads_;  // into which the product with h is divided
@@ -55,10 +56,12 @@ struct PersistentConfig {
   // Float16's functions are more exact than a product in TF32.
   using Math = typename MathOf<typename Conditional<kVariant.tf32, __half, T>::type>::type;
   using Tile = BlockTile<T, kUnitTiles, kChunks>;
-  using Exchange = StateExchange<kThrough, T, kInputs, kChunks, Tile::kUnits, kShape.most_hidden(),
-                                 kShape.sharing_warps(), kHeads>;
+  template <int kInputs>
+  using ExchangeOf = StateExchange<kThrough, T, kInputs, kChunks, Tile::kUnits, kShape.most_hidden(),
+                                   kShape.sharing_warps(), kHeads>;
+  using Exchange = ExchangeOf<kInputs>;
   using Product = typename Conditional<kVariant.tf32, Tf32Product, typename ProductOf<T>::type>::type;
-  using Weights = WarpWeights<kGates, kChunks, kShape.gates_in_registers()>;
+  using Weights = WarpWeights<kShape.weights(), kChunks, kShape.weights_in_registers()>;
   static constexpr int kInputsPerProduct = kShape.inputs_per_product();
   using WarpProduct = lltm_ext::WarpProduct<Product, kOutputs, kInputsPerProduct, kChunks>;
 
@@ -112,24 +115,24 @@ struct ThreadMap {
   __device__ __forceinline__ static int pair(int i) { return threadIdx.x + i * kBlockThreads; }
 };
 
-// Loads a warp's weights: rows g and g + 8 of its 16 units, for each gate. `row(gate, unit)` is the start of
-// row g, and row g + 8 follows `to_lower` elements later.
+// Loads a warp's weights: rows g and g + 8 of its 16 units, for each gate and each product with the cell's
+// own weights. `row(i, unit)` is the start of row g, and row g + 8 follows `to_lower` elements later.
 template <class Config, class Row>
 __device__ __forceinline__ void load_weights(typename Config::Weights& weights, const ThreadMap<Config>& map,
                                              int hidden, size_t to_lower, Row&& row) {
   using Product = typename Config::Product;
   const int unit = map.first_unit + map.unit_tile * 16 + map.g;
 #pragma unroll
-  for (int gate = 0; gate < Config::kGates; ++gate) {
+  for (int i = 0; i < Config::kShape.weights(); ++i) {
 #pragma unroll
     for (int c = 0; c < Config::kChunks; ++c) {
-      const auto* upper = row(gate, unit) + map.element + c * Config::Tile::kChunkElements;
+      const auto* upper = row(i, unit) + map.element + c * Config::Tile::kChunkElements;
       WeightChunk w = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
       if (c < map.vectors && unit < hidden) w.upper = __ldg(reinterpret_cast<const uint4*>(upper));
       if (c < map.vectors && unit + 8 < hidden)
         w.lower = __ldg(reinterpret_cast<const uint4*>(upper + to_lower));
       if constexpr (Product::kRoundsWeights) w = {Product::round(w.upper), Product::round(w.lower)};
-      weights.set(gate, c, w);
+      weights.set(i, c, w);
     }
   }
 }
@@ -140,12 +143,13 @@ struct PartialSums {
   static constexpr int kOutputs = Config::kOutputs, kSlices = Config::kShape.k_slices(),
                        kStride = Config::kShape.sum_stride(), kSize = Config::kShape.partial_sums();
 
-  __device__ static __forceinline__ void write(float* tile, const float (&sums)[kOutputs][4],
+  template <int kCount>
+  __device__ static __forceinline__ void write(float* tile, const float (&sums)[kCount][4],
                                                const ThreadMap<Config>& map) {
 #pragma unroll
-    for (int out = 0; out < kOutputs; ++out) {
-      float* at = tile + ((map.k_slice * kOutputs + out) * kRowTile + 2 * map.t) * kStride +
-                  16 * map.unit_tile + map.g;
+    for (int out = 0; out < kCount; ++out) {
+      float* at =
+          tile + ((map.k_slice * kCount + out) * kRowTile + 2 * map.t) * kStride + 16 * map.unit_tile + map.g;
       at[0] = sums[out][0];
       at[kStride] = sums[out][1];
       at[8] = sums[out][2];
@@ -154,12 +158,13 @@ struct PartialSums {
   }
 
   // The total of a pair. The order of the slices is fixed, and so are the bits of the result.
+  template <int kCount = kOutputs>
   __device__ static __forceinline__ float2 total(const float* tile, int out, int row, int unit) {
     float2 sum = make_float2(0, 0);
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
-      const float2 part = *reinterpret_cast<const float2*>(
-          tile + ((slice * kOutputs + out) * kRowTile + row) * kStride + unit);
+      const float2 part =
+          *reinterpret_cast<const float2*>(tile + ((slice * kCount + out) * kRowTile + row) * kStride + unit);
       sum.x += part.x;
       sum.y += part.y;
     }
@@ -188,6 +193,9 @@ class SharedStorage {
   __device__ float* live_states() const { return base_ + kLiveStates; }
   __device__ char* exchange(int rows) const {
     return reinterpret_cast<char*>(live_states() + rows * kShape.live_states_per_row());
+  }
+  __device__ char* second_exchange(int rows) const {
+    return exchange(rows) + kShape.exchange_bytes(kShape.inputs());
   }
 
  private:

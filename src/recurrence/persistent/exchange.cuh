@@ -10,6 +10,11 @@
 //                    the group
 //   send()           to send the staged values; all threads call it together
 //   advance()        at the end
+// An exchange of what products in the middle of a step take has other calls:
+//   begin()          once
+//   give(...)        as store(...), but only the exchange through L2 writes to memory
+//   pass_on()        to send what has been given; all threads call it together. start(...) and load(...)
+//                    follow, and a barrier of the block
 #pragma once
 
 #include "common/hopper/ptx.cuh"
@@ -118,7 +123,10 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kWidth, k
         shared_(reinterpret_cast<uint4*>(shared) + threadIdx.x % 32) {}
   template <typename Reset>
   __device__ void begin(const T*, const Reset*) {}
+  __device__ void begin() {}
   __device__ void send() {}
+  // Polling before the data can be there slows the traffic that brings it.
+  __device__ void pass_on() { __syncthreads(); }
   __device__ void advance() {}
   __device__ void finish() {}
 
@@ -155,6 +163,9 @@ class StateExchange<ExchangeThrough::kL2, T, kInputs, kChunks, kUnits, kWidth, k
   __device__ __forceinline__ void store(T* address, float2 x, float2, bool stored, int, int, int) {
     const Pair<T> pair = Pair<T>::of(x.x, x.y);
     if (stored) st_relaxed_gpu(address, *reinterpret_cast<const typename Pair<T>::Word*>(&pair));
+  }
+  __device__ __forceinline__ void give(T* address, float2 x, bool exists, int, int, int) {
+    store(address, x, x, exists, 0, 0, 0);
   }
 
  private:
@@ -235,7 +246,17 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kWid
     first_.template set<kHeads>(h, reset, group_.rows, group_.hidden);
     if (threadIdx.x == 0) hopper::mbarrier_arrive(&barriers_[0]);
   }
+  // The first values are sent as those of a second step.
+  __device__ void begin() {
+    if (threadIdx.x > 0) return;
+    hopper::mbarrier_arrive(&barriers_[0]);
+    expect(0);
+  }
   __device__ void start(const RowSource<T>&) {}
+  __device__ void pass_on() {
+    send();
+    advance();
+  }
   __device__ void advance() { ++step_; }
   // A block must not exit while others send to it.
   __device__ void finish() { hopper::cluster_sync(); }
@@ -250,9 +271,11 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kWid
   __device__ __forceinline__ void store(T* address, float2 x, float2 sent, bool stored, int row, int input,
                                         int unit) {
     if (!stored) return;
-    char* const staged = staging_ + ((row * kInputs + input) * kUnits + unit) * sizeof(T);
-    write_pair(reinterpret_cast<T*>(staged), sent.x, sent.y);
+    stage(sent, row, input, unit);
     write_pair(address, x.x, x.y);
+  }
+  __device__ __forceinline__ void give(T*, float2 x, bool exists, int row, int input, int unit) {
+    if (exists) stage(x, row, input, unit);
   }
 
   // A warp sends to one block at a time, maybe with other warps: packets to one destination travel together.
@@ -279,6 +302,10 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kWid
   static constexpr int kStagingBytes = kRowTile * kInputs * kUnits * sizeof(T);
   static constexpr int kPackets = kUnits * sizeof(T) / 16;  // packets of a row of one input
 
+  __device__ __forceinline__ void stage(float2 x, int row, int input, int unit) {
+    char* const staged = staging_ + ((row * kInputs + input) * kUnits + unit) * sizeof(T);
+    write_pair(reinterpret_cast<T*>(staged), x.x, x.y);
+  }
   // A phase ends with this arrival and the bytes of a step.
   __device__ __forceinline__ void expect(int buffer) const {
     hopper::mbarrier_arrive_expect_tx(&barriers_[buffer], group_.rows * kInputs * hidden_bytes_);
@@ -318,8 +345,10 @@ class StateExchange<ExchangeThrough::kBlock, T, kInputs, kChunks, kUnits, kWidth
   __device__ void begin(const T* h, const Reset* reset) {
     buffer_.template set<kHeads>(h, reset, group_.rows, group_.hidden);
   }
+  __device__ void begin() {}
   __device__ void start(const RowSource<T>&) {}
   __device__ void send() {}
+  __device__ void pass_on() { __syncthreads(); }
   __device__ void advance() { __syncthreads(); }
   __device__ void finish() {}
 
@@ -334,6 +363,9 @@ class StateExchange<ExchangeThrough::kBlock, T, kInputs, kChunks, kUnits, kWidth
     if (!stored) return;
     write_pair(buffer_.at(row, input) + unit, sent.x, sent.y);
     write_pair(address, x.x, x.y);
+  }
+  __device__ __forceinline__ void give(T*, float2 x, bool exists, int row, int input, int unit) {
+    if (exists) write_pair(buffer_.at(row, input) + unit, x.x, x.y);
   }
 
  private:

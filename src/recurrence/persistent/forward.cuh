@@ -10,7 +10,8 @@ namespace lltm_ext {
 template <class Config>
 constexpr int kForwardPlanes =
     Config::kGates * static_cast<int>(sizeof(typename Config::Projection) / sizeof(typename Config::T)) +
-    Config::Cell::kStepInputs + (Config::kThrough == ExchangeThrough::kL2);
+    Config::Cell::kStepInputs +
+    (Config::kThrough == ExchangeThrough::kL2 ? 1 + own_calls<typename Config::Cell, false>() : 0);
 
 template <class Config>
 class PersistentForward : public PersistentSteps<PersistentForward<Config>, Config, kForwardPlanes<Config>> {
@@ -27,15 +28,20 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   __device__ PersistentForward(const Arguments& arguments, const GroupGrid& grid,
                                const typename Base::Storage& storage)
       : Base(grid, arguments.steps.batch, arguments.hidden / Config::kHeads, storage), args_(arguments) {
-    load_weights<Config>(Base::weights_, map_, hidden_, static_cast<size_t>(8) * hidden_,
-                         [&](int gate, int unit) {
-                           return args_.weight + (static_cast<int64_t>(gate) * width() + unit) * hidden_;
-                         });
+    load_weights<Config>(
+        Base::weights_, map_, hidden_, static_cast<size_t>(8) * hidden_, [&](int i, int unit) {
+          return args_.weight + (static_cast<int64_t>(Base::weight_of(i)) * width() + unit) * hidden_;
+        });
     Base::load_parameters(args_.parameters);
     typename Base::Prefetcher::Arrays arrays(Base::prefetcher_, map_, hidden_);
     arrays.add(args_.template projections<Cell>(), kGates);
     if constexpr (Cell::kStepInputs > 0) arrays.add(args_.step_inputs, Cell::kStepInputs);
     if (Exchange::kThroughL2) arrays.add(args_.output, 1);
+    if constexpr (Base::kCalls > 0 && Exchange::kThroughL2) {
+      Base::given_ = static_cast<T*>(static_cast<const GroupGridOfRows&>(grid).given) +
+                     int64_t{blockIdx.y} * args_.steps.length * args_.steps.batch * Base::kCalls * width();
+      arrays.add(Base::given_, Base::kCalls);
+    }
   }
 
  private:
@@ -50,6 +56,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   __device__ __forceinline__ int steps() const { return args_.steps.length; }
   __device__ __forceinline__ int turns() const { return args_.steps.length; }
   __device__ __forceinline__ StepRows rows_of(int n) const { return args_.steps.at(n); }
+  __device__ __forceinline__ int64_t given_row(int n) const { return rows_of(n).first; }
 
   __device__ __forceinline__ const Reset* resets() const { return static_cast<const Reset*>(args_.reset); }
 
@@ -167,7 +174,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
         Base::put(states, 2 * i + e, of_unit[e]);
       }
     }
-    const A h = Cell::template forward<PackMath<typename Config::Math>>(in, states, saved);
+    const A h = run_cell(in, states, saved);
     Base::row_units_ = in.units;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
@@ -180,6 +187,17 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       }
       p.h = new_h(h.of[2 * i], h.of[2 * i + 1]);
       pass_on(i);
+    }
+  }
+  template <typename A, int kOfStates, int kOfSaved>
+  __device__ __forceinline__ A run_cell(const CellInputs<Cell, A>& in, A (&states)[kOfStates],
+                                        A (&saved)[kOfSaved]) {
+    using Math = PackMath<typename Config::Math>;
+    if constexpr (Base::kCalls > 0) {
+      const typename Base::OwnProducts products = {*this};
+      return Cell::template forward<Math>(in, states, saved, products);
+    } else {
+      return Cell::template forward<Math>(in, states, saved);
     }
   }
   __device__ __forceinline__ void pass_on(int i) {
@@ -330,9 +348,9 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
                                             float (&of_unit)[2][at_least_one(kStates)], const float* sums,
                                             int i, States& states, float2 old_h) const {
     Base::widen_inputs(in, i, inputs_[i].steps);
-    float2 products[kGates];
+    float2 products[Config::kOutputs];
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) products[gate] = Base::total(sums, gate, i);
+    for (int out = 0; out < Config::kOutputs; ++out) products[out] = Base::total(sums, out, i);
     if constexpr (Config::kHasResets && !kResetsAhead) {
       Base::keep(inputs_[i].reset, products);
       Base::keep(inputs_[i].reset, states);
@@ -348,6 +366,10 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
         in[0].x[gate] = sum.x + projection.x;
         in[1].x[gate] = sum.y + projection.y;
       }
+    }
+#pragma unroll
+    for (int p = 0; p < Config::kOutputs - kGates; ++p) {
+      in[0].products[p] = products[kGates + p].x, in[1].products[p] = products[kGates + p].y;
     }
     if constexpr (Cell::kReadsH) in[0].h = old_h.x, in[1].h = old_h.y;
 #pragma unroll

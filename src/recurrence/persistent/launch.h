@@ -45,14 +45,19 @@ template <typename T>
 cudaError_t fill_unwritten(const CellShape& cell, const PerDirection<SequenceBackwardArguments<T>>& sequences,
                            int i, cudaStream_t stream) {
   const SequenceBackwardArguments<T>& s = sequences.of[i];
+  if (cell.products > 0) {
+    const cudaError_t error =
+        fill_unwritten(s.grad_products, s.rows, int64_t{cell.products} * s.hidden, stream);
+    if (error != cudaSuccess) return error;
+  }
   return fill_unwritten(s.grad_gates, s.rows, int64_t{cell.gates} * s.hidden, stream);
 }
 
-// Launches a persistent kernel: a __global__ function or a cudaKernel_t. `row_parts`: Plan::row_parts_bytes.
+// Launches a persistent kernel: a __global__ function or a cudaKernel_t. `links`: memory for GroupGridOfRows.
 template <template <typename> class Arguments, typename T>
 cudaError_t launch_persistent(const void* kernel, const CellShape& cell,
                               const PerDirection<Arguments<T>>& sequences, const Plan& plan,
-                              cudaStream_t stream, void* row_parts = nullptr) {
+                              cudaStream_t stream, void* links = nullptr) {
   constexpr bool kBackward = std::is_same_v<Arguments<T>, SequenceBackwardArguments<T>>;
   const bool cluster = plan.algorithm == Algorithm::kCluster;
   for (int i = 0; !cluster && i < sequences.count; ++i) {
@@ -61,9 +66,14 @@ cudaError_t launch_persistent(const void* kernel, const CellShape& cell,
   }
   const PersistentShape shape = {cell, variants_of<T>()[plan.variant], sizeof(T), kBackward};
   const Group group = {sequences.of[0].hidden / plan.heads, plan.grid.group_blocks, 0, plan.grid.rows};
-  const GroupGridOfRows grid = {plan.grid, row_parts};  // kernels of other cells take the first part of it
+  // Kernels of other cells take the first part of it.
+  const GroupGridOfRows grid = {plan.grid, links, static_cast<char*>(links) + plan.row_parts_bytes};
   if (plan.row_parts_bytes > 0) {
-    const cudaError_t error = cudaMemsetAsync(row_parts, 0, plan.row_parts_bytes, stream);
+    const cudaError_t error = cudaMemsetAsync(grid.row_parts, 0, plan.row_parts_bytes, stream);
+    if (error != cudaSuccess) return error;
+  }
+  if (plan.given_bytes > 0) {
+    const cudaError_t error = cudaMemsetAsync(grid.given, kUnwrittenByte, plan.given_bytes, stream);
     if (error != cudaSuccess) return error;
   }
   const int shared_bytes = shape.shared_bytes(group);

@@ -44,7 +44,9 @@ struct PersistentShape {
   constexpr bool on_tensor_cores() const { return element_size == 2 || variant.tf32; }
 
   constexpr int inputs() const { return backward ? cell.gates : 1; }  // values of a unit that blocks exchange
-  constexpr int outputs() const { return backward ? 1 : cell.gates; }  // sums that a unit needs
+  constexpr int outputs() const {
+    return backward ? 1 : cell.gates + cell.products_of_h;
+  }  // sums that a unit needs
   constexpr int units() const { return 16 * variant.unit_tiles; }
   constexpr int threads() const { return variant.row_per_block ? kLanesOfUnit * units() : kBlockThreads; }
   // How many blocks of one row a multiprocessor has room for: their weights are in registers.
@@ -91,14 +93,17 @@ struct PersistentShape {
   }
   constexpr int inputs_per_product() const { return on_tensor_cores() ? inputs_per_load() : 1; }
 
-  // How many gates' weights fit in registers, given those of the exchanged vectors. The others are in shared
-  // memory.
-  constexpr int gates_in_registers() const {
-    const int fit = (255 - 55 - 4 * vectors()) / (8 * (variant.chunks > 0 ? variant.chunks : 1));
-    return fit < 1 ? 1 : fit > cell.gates ? cell.gates : fit;
+  // How many blocks of weights fit in registers, given those of the exchanged vectors and of the cell. The
+  // others are in shared memory.
+  constexpr int weights_in_registers() const {
+    const int others =
+        cell.products > 0 ? 110 : 55;  // products in the middle of a step wait with all its values
+    const int fit = (255 - others - 4 * vectors()) / (8 * (variant.chunks > 0 ? variant.chunks : 1));
+    return fit < 1 ? 1 : fit > weights() ? weights() : fit;
   }
+  constexpr int weights() const { return cell.gates + cell.products; }  // of a unit
   constexpr int warp_weights() const {
-    return (cell.gates - gates_in_registers()) * variant.chunks * 2 * 32 * 4;
+    return (weights() - weights_in_registers()) * variant.chunks * 2 * 32 * 4;
   }
   // A product in IEEE float32 reads its rows from shared memory.
   constexpr int warp_scratch() const {
@@ -106,7 +111,12 @@ struct PersistentShape {
   }
 
   constexpr int sum_stride() const { return units() + 4; }  // avoids bank conflicts
-  constexpr int partial_sums() const { return k_slices() * outputs() * kRowTile * sum_stride(); }
+  // The most inputs and outputs of a product in the middle of a step.
+  constexpr OwnCall own_call() const { return backward ? cell.back_call : cell.call; }
+  constexpr int partial_sums() const {
+    const int most = outputs() > own_call().outputs ? outputs() : own_call().outputs;
+    return k_slices() * most * kRowTile * sum_stride();
+  }
   // Of a cell whose units read values over all units of their row: the parts of a row, one for each of its
   // warps, and the memory for what these find (RowParts in units.cuh), in whole lines of shared memory.
   constexpr int most_row_parts() const {
@@ -124,19 +134,21 @@ struct PersistentShape {
   // If a group may have several tiles, what their rows carry from step to step is in shared memory.
   constexpr int live_states_per_row() const { return variant.any_rows ? cell.live_states() * units() : 0; }
 
-  constexpr int exchange_bytes() const {
-    const int tile = kRowTile * padded_row_bytes(inputs() * most_hidden() * element_size);
+  // Of what blocks exchange at once.
+  constexpr int exchange_bytes(int inputs) const {
+    const int tile = kRowTile * padded_row_bytes(inputs * most_hidden() * element_size);
+    if (inputs == 0) return 0;
     if (through() == ExchangeThrough::kBlock) return tile;
     if (through() == ExchangeThrough::kCluster) {
-      return kRowTile * inputs() * units() * element_size + 2 * tile + 2 * 8;
+      return kRowTile * inputs * units() * element_size + 2 * tile + 2 * 8;
     }
-    return sharing_warps() == 1 ? 0 : kBlockWarps * inputs() * variant.chunks / 2 * 32 * 16;
+    return sharing_warps() == 1 ? 0 : kBlockWarps * inputs * variant.chunks / 2 * 32 * 16;
   }
   constexpr int shared_bytes(const Group& group) const {
     if (variant.row_per_block) return 4 * 2 * inputs() * units();
     const int floats = 2 * partial_sums() + kBlockWarps * (warp_scratch() + warp_weights()) + row_parts() +
                        group.rows * live_states_per_row();
-    return 4 * floats + exchange_bytes();
+    return 4 * floats + exchange_bytes(inputs()) + exchange_bytes(own_call().inputs);
   }
 };
 

@@ -42,10 +42,15 @@ class PersistentSteps {
   static constexpr int kStates = Cell::kStates, kLiveStates = Config::kShape.cell.live_states();
   static constexpr int kStepInputs = at_least_one(Cell::kStepInputs);
   static constexpr int kPairs = Config::Tile::kPairsPerThread, kUnits = Config::Tile::kUnits;
-  // Of a cell whose units read values over all units of their row.
+  // Of a cell whose units read values over all units of their row, or products of other values than h.
   static constexpr bool kOverUnits = kIsOverUnits<Cell>;
+  static constexpr int kCalls = own_calls<Cell, Config::kBackward>();
   using UnitsPack = Pack<kPairs, kUnits / 2, Config::kThrough>;
   using RowUnits = typename Conditional<kOverUnits, RowOfUnits<UnitsPack>, NoUnits>::type;
+  using CallExchange =
+      typename Conditional<(kCalls > 0 && !Exchange::kThroughL2),
+                           typename Config::template ExchangeOf<Config::kShape.own_call().inputs>,
+                           NoUnits>::type;
 
   __device__ PersistentSteps(const GroupGrid& grid, int batch, int hidden, const Storage& storage)
       : hidden_(hidden),
@@ -55,7 +60,9 @@ class PersistentSteps {
         weights_(storage.weights()),
         live_states_(storage.live_states()),
         row_units_(units_of_rows(grid, storage)),
-        exchange_(storage.exchange(grid.rows), map_.group(grid, hidden)) {}
+        exchange_(storage.exchange(grid.rows), map_.group(grid, hidden)),
+        call_memory_(storage.second_exchange(grid.rows)),
+        call_exchange_(exchange_of_calls(grid)) {}
 
   // Elements from a row or a plane of all units to the next.
   __device__ __forceinline__ int width() const { return Config::kHeads * hidden_; }
@@ -137,6 +144,7 @@ class PersistentSteps {
     put(to.r, at, from.r);
     put(to.parameters, at, from.parameters);
     put(to.steps, at, from.steps);
+    if constexpr (kProductsOf<Cell> > 0) put(to.products, at, from.products);
     to.h.of[at] = from.h;
   }
 
@@ -172,6 +180,10 @@ class PersistentSteps {
       }
     }
   }
+  // Two buffers of partial sums alternate, also between the products of a step.
+  __device__ static __forceinline__ int buffer_of(int step, int product) {
+    return (step * (1 + kCalls) + product) & 1;
+  }
   // The block's product of a tile, as partial sums that all threads may then read.
   __device__ __forceinline__ const float* multiply_tile(int buffer, const RowSource<T>& source) {
     exchange_.start(source);
@@ -183,6 +195,52 @@ class PersistentSteps {
     return sums;
   }
 
+  // ---- products in the middle of a step
+  //
+  // Units give values. Blocks exchange them as they do h, all warps multiply them, and the units go on with
+  // the products.
+
+  struct OwnProducts {
+    PersistentSteps& steps;
+    template <int kCall, int kInputs, int kOutputs>
+    __device__ __forceinline__ void multiply(const UnitsPack (&given)[kInputs],
+                                             UnitsPack (&products)[kOutputs]) const {
+      steps.give<kCall>(given);
+      const float* const sums = steps.multiply_given<kCall>();
+#pragma unroll
+      for (int i = 0; i < kPairs * kOutputs; ++i) {
+        const int pair = i / kOutputs, out = i % kOutputs;
+        const float2 total =
+            Sums::template total<kOutputs>(sums, out, steps.map_.pair_row(pair), steps.map_.pair_unit(pair));
+        products[out].of[2 * pair] = total.x, products[out].of[2 * pair + 1] = total.y;
+      }
+    }
+  };
+  // What warps without units do meanwhile.
+  template <int kCall = 0>
+  __device__ __forceinline__ void multiply_all_given() {
+    if constexpr (kCall < kCalls) {
+      multiply_given<kCall>();
+      multiply_all_given<kCall + 1>();
+    }
+  }
+  // The block of weight_hh that is a warp's i-th one: of a gate or of a product with the cell's own weights.
+  // Calls multiply one input after the other.
+  __device__ static constexpr int weight_of(int i) {
+    if constexpr (kCalls > 0) {
+      for (int c = 0; c < kCalls; ++c) {
+        const OwnCall call = own_call<Cell, Config::kBackward>(c);
+        const int n = i - kGates - call.first;
+        if (n < 0 || n >= call.inputs * call.outputs) continue;
+        return kGates + Cell::block_of(call.first + n % call.outputs * call.inputs + n / call.outputs);
+      }
+    }
+    if constexpr (kProductsOf<Cell> > 0) {
+      if (i >= kGates) return kGates + Cell::block_of(i - kGates);
+    }
+    return i;
+  }
+
   const int hidden_;
   const ThreadMap<Config> map_;
   float* const sums_;     // two buffers that alternate
@@ -192,9 +250,90 @@ class PersistentSteps {
   Pair<T> parameters_[kPairs][at_least_one(Cell::kParameters)];
   RowUnits row_units_;  // begins before the exchange, in which the blocks of a cluster wait for each other
   Exchange exchange_;
+  char* const call_memory_;
+  CallExchange call_exchange_;
+  T* given_ = nullptr;  // [rows, planes, H] what calls take, if it is in memory
+  int step_;
+  int64_t step_row_;  // the first row of the step in that
   Prefetcher prefetcher_;
 
  private:
+  __device__ CallExchange exchange_of_calls(const GroupGrid& grid) const {
+    if constexpr (kIsSame<CallExchange, NoUnits>) {
+      return {};
+    } else {
+      return {call_memory_, map_.group(grid, hidden_)};
+    }
+  }
+  // Through L2 an exchange has no state, so each call has one of its number of inputs.
+  template <int kInputs>
+  __device__ __forceinline__ decltype(auto) exchange_of_call() {
+    if constexpr (Exchange::kThroughL2) {
+      return typename Config::template ExchangeOf<kInputs>(call_memory_, Group{hidden_});
+    } else {
+      return (call_exchange_);
+    }
+  }
+  template <int kCall>
+  __device__ __forceinline__ T* given_at(int b) const {
+    constexpr int kFirst = own_call<Cell, Config::kBackward>(kCall).first;
+    constexpr int kPlane = Config::kBackward ? kFirst : kCall,
+                  kPlanes = Config::kBackward ? kProductsOf<Cell> : kCalls;
+    return given_ + ((step_row_ + b) * kPlanes + kPlane) * width();
+  }
+  template <int kCall, int kInputs>
+  __device__ __forceinline__ void give(const UnitsPack (&given)[kInputs]) {
+    constexpr int kOutputs = own_call<Cell, Config::kBackward>(kCall).outputs;
+    auto&& exchange = exchange_of_call<kInputs>();
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int b = row(i, 0);
+      const bool exists = has_pair(i, b);
+      T* const to = given_at<kCall>(b) + unit(i);
+#pragma unroll
+      for (int input = 0; input < kInputs; ++input) {
+        const float2 x = make_float2(given[input].of[2 * i], given[input].of[2 * i + 1]);
+        exchange.give(to + input * width(), x, exists, map_.pair_row(i), input, map_.pair_unit(i));
+        if (!Config::kBackward || !exists) continue;
+        // Each product's gradient is in memory, for those of the weights.
+#pragma unroll
+        for (int out = Exchange::kThroughL2; out < kOutputs; ++out) {
+          write_pair(to + (out * kInputs + input) * width(), x.x, x.y);
+        }
+      }
+    }
+  }
+  // Partial sums that all threads may then read.
+  template <int kCall>
+  __device__ __forceinline__ const float* multiply_given() {
+    constexpr OwnCall kSizes = own_call<Cell, Config::kBackward>(kCall);
+    constexpr int kInputs = kSizes.inputs, kOutputs = kSizes.outputs;
+    constexpr int kPerLoad = Exchange::kThroughL2 && Config::kShape.sharing_warps() == 1 ? kInputs : 1;
+    const int b = map_.first_row + map_.g;
+    const RowSource<T> source = {given_at<kCall>(b) + map_.element, b < map_.end_row ? map_.vectors : 0, true,
+                                 map_.element, map_.g};
+    auto&& exchange = exchange_of_call<kInputs>();
+    exchange.pass_on();
+    exchange.start(source);
+    float products[kOutputs][4] = {};
+#pragma unroll
+    for (int input = 0; input < kInputs; input += kPerLoad) {
+      uint4 vectors[kPerLoad][Config::kChunks];
+      exchange.load(vectors, input, source);
+#pragma unroll
+      for (int i = 0; i < kPerLoad; ++i) {
+        const auto& factors = reinterpret_cast<const uint4(&)[1][Config::kChunks]>(vectors[i]);
+        WarpProduct<typename Config::Product, kOutputs, 1, Config::kChunks>::multiply(
+            products, weights_, kGates + kSizes.first + (input + i) * kOutputs, factors, scratch_,
+            map_.end_row - map_.first_row);
+      }
+    }
+    float* const sums = sums_ + buffer_of(step_, 1 + kCall) * Sums::kSize;
+    Sums::write(sums, products, map_);
+    __syncthreads();
+    return sums;
+  }
+
   __device__ RowUnits units_of_rows(const GroupGrid& grid, const Storage& storage) const {
     if constexpr (kOverUnits) {
       const int blocks = grid.group_blocks, block = static_cast<int>(blockIdx.x);
@@ -222,12 +361,18 @@ class PersistentSteps {
     const int steps = self.steps();  // in a register, since a step waits for each load
     RowSource<T> source = self.begin_one_tile();
     exchange_.begin(self.first_h(), self.first_reset());
+    if constexpr (!kIsSame<CallExchange, NoUnits>) call_exchange_.begin();
     prefetcher_.begin(self.rows_of(kStepsAhead).first, map_.end_row);
     for (int n = 0; n < steps; ++n) {
-      const float* const sums = multiply_tile(n & 1, source);
+      const float* const sums = multiply_tile(buffer_of(n, 0), source);
       source = self.next_source(source);
-      if constexpr (kOverUnits) {
-        if (map_.warp_has_pair(0)) self.step_pairs(sums);
+      if constexpr (kCalls > 0) step_ = n, step_row_ = self.given_row(n);
+      if constexpr (Config::kShape.cell.mixes_units()) {
+        if (map_.warp_has_pair(0)) {
+          self.step_pairs(sums);
+        } else {
+          multiply_all_given();
+        }
       } else {
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {

@@ -79,9 +79,10 @@ constexpr int kUnwrittenByte = 0xff;
 struct GroupGrid {
   int group_blocks, groups, rows;
 };
-// Of a cell whose units read values over all units of their row.
+// Of a cell whose units read more than their own values.
 struct GroupGridOfRows : GroupGrid {
   void* row_parts;  // of zeros, row_parts_bytes() for each group
+  void* given;      // [sequences, N, calls, H] not yet written: what calls of products take forward; or null
 };
 
 }  // namespace lltm_ext

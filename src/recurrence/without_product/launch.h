@@ -51,15 +51,15 @@ cudaError_t run_independent_units(const void* kernel, const Arguments& sequence,
 // Runs tiles, whose `links` are memory of link_bytes.
 template <class Arguments>
 cudaError_t run_unit_tiles(const void* kernel, const Arguments& sequence, const UnitTiles& tiles,
-                           const CellShape& cell, int units, cudaStream_t stream) {
+                           const CellShape& cell, cudaStream_t stream) {
   const int live = cell.live_states();
-  const int64_t link_bytes = tiles.link_bytes(units, live);
+  const int64_t link_bytes = tiles.link_bytes(live);
   if (link_bytes > 0) {
     const cudaError_t error = cudaMemsetAsync(tiles.links, 0xff, link_bytes, stream);
     if (error != cudaSuccess) return error;
   }
   return launch_units(kernel, sequence, tiles, tiles.groups * tiles.tiles, tiles.threads,
-                      tiles.shared_bytes(units, live), stream);
+                      tiles.shared_bytes(live), stream);
 }
 
 }  // namespace lltm_ext

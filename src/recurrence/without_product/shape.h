@@ -11,10 +11,15 @@ constexpr int kIndependentThreads = 32;
 
 // Adjacent units of a thread: two where every row of H is aligned to a pair. But few units spread over twice
 // as many warps one by one, unless they are of 2 bytes, for which cp.async has no copy.
-constexpr int independent_units(int64_t batch, int64_t hidden, int value_bytes, bool in_tiles) {
-  constexpr int64_t kFewUnits = 1 << 16;
-  const bool pairs = value_bytes == 2 || (!in_tiles && batch * hidden >= kFewUnits);
+constexpr int independent_units(int64_t batch, int64_t hidden, int value_bytes, int64_t few_units = 1 << 16) {
+  const bool pairs = value_bytes == 2 || batch * hidden >= few_units;
   return hidden % 2 == 0 && pairs ? 2 : 1;
+}
+// In tiles, where the steps make further threads, fewer units are enough. But maps of pairs take too many
+// registers with several states or doubles.
+constexpr int tile_units(const CellShape& cell, int64_t batch, int64_t hidden, int value_bytes) {
+  const bool small_maps = value_bytes < 8 && cell.live_states() < 2;
+  return independent_units(batch, hidden, value_bytes, small_maps ? 1 << 12 : 1 << 16);
 }
 
 // The values that steps hand on and read: h and states. Maps of more would take too many registers.
@@ -33,6 +38,7 @@ struct UnitTiles {
   // Of tiles (tiles.cuh): a thread has some successive steps, a row of threads as many units or pairs, and a
   // tile the rows of a block. Tiles are in groups of the same units.
   int threads;  // of a block; 0: without tiles, one thread has all steps of its units
+  int units;    // of a thread
   int thread_steps;
   int width_bits;   // the width of a row is a power of two, this its exponent
   int depth;        // LookBack::before
@@ -43,12 +49,12 @@ struct UnitTiles {
 
   constexpr int rows() const { return threads >> width_bits; }
   // Of a block.
-  constexpr int64_t shared_bytes(int units, int live_states) const {
+  constexpr int64_t shared_bytes(int live_states) const {
     return input_bytes +
            threads * (2 * map_bytes(units, live_states) + 3 * mapped_bytes(units, live_states) + 1);
   }
   // Of `links`.
-  constexpr int64_t link_bytes(int units, int live_states) const {
+  constexpr int64_t link_bytes(int live_states) const {
     if (tiles < 2) return 0;
     return (groups * (tiles + (tiles + 7) / 8) << width_bits) * map_bytes(units, live_states) + 4;
   }
@@ -69,19 +75,19 @@ constexpr int kRingStages = 4;
 constexpr int step_group(int64_t step_bytes) { return step_bytes <= 16 ? 8 : step_bytes <= 48 ? 4 : 2; }
 
 // The steps of a thread of a tile, of so many threads. Long ones have few tiles to look back at.
-constexpr int tile_thread_steps(const CellShape& cell, int units, int value_bytes, bool backward,
-                                int threads) {
+constexpr int tile_thread_steps(const CellShape& cell, int value_bytes, bool backward,
+                                const UnitTiles& tiles) {
   constexpr int64_t kTileBytes = 58 << 10;  // of what steps read: room for three tiles of a multiprocessor
-  const int64_t step_bytes = independent_step_bytes(cell, units, value_bytes, backward, /*dense=*/true),
-                steps = kTileBytes / (threads * larger<int64_t>(step_bytes, 1)),
+  const int64_t step_bytes = independent_step_bytes(cell, tiles.units, value_bytes, backward, /*dense=*/true),
+                steps = kTileBytes / (tiles.threads * larger<int64_t>(step_bytes, 1)),
                 group = step_group(step_bytes);
   return static_cast<int>(clamped<int64_t>(steps / group * group, group, 32));
 }
 // The shared memory of a tile for what its steps read, or for the sums of its gradients.
-constexpr int tile_input_bytes(const CellShape& cell, int units, int value_bytes, bool backward, bool dense,
+constexpr int tile_input_bytes(const CellShape& cell, int value_bytes, bool backward, bool dense,
                                const UnitTiles& tiles) {
-  const int64_t step_bytes = independent_step_bytes(cell, units, value_bytes, backward, dense),
-                of_sums = backward ? int64_t{units} * cell.sums() * (value_bytes == 8 ? 8 : 4) : 0;
+  const int64_t step_bytes = independent_step_bytes(cell, tiles.units, value_bytes, backward, dense),
+                of_sums = backward ? int64_t{tiles.units} * cell.sums() * (value_bytes == 8 ? 8 : 4) : 0;
   return static_cast<int>(ceil_div(tiles.threads * larger(tiles.thread_steps * step_bytes, of_sums), 16) *
                           16);
 }

@@ -216,7 +216,8 @@ class ForwardMap : public IndependentForward<Cell, T, kUnits, kDense, kBlockThre
   struct Kept {
     Vec<A, kUnits> of[kCarried][kLive + 1];
   };
-  static constexpr bool kKeeps = kDense && Units::kSaved == 0 && kLive > 0 && sizeof(Kept) <= sizeof(Inputs);
+  static constexpr bool kKeeps = kDense && kSavesStatesOnly<Cell> && kLive > 0 &&
+                                 sizeof(Kept) <= sizeof(Inputs);
 
   __device__ __forceinline__ void reduce(int begin, int end, Maps& maps) {
     if constexpr (kKeeps) {
@@ -226,20 +227,25 @@ class ForwardMap : public IndependentForward<Cell, T, kUnits, kDense, kBlockThre
     }
   }
 
-  // Runs steps from what reduce has kept.
+  // Runs steps from what reduce has kept, and from the old states, which are all that a step saves.
   template <class Sink>
   __device__ __forceinline__ void run_kept(int begin, int end, Sink& sink) {
 #pragma unroll 4
     for (int n = begin; n < end; ++n) {
       Kept kept;
       for_kept(n - begin, kept, [](auto& value, auto* place) { value = *place; });
+      typename Units::Results results;
+#pragma unroll
+      for (int v = 0; v < Units::kSaved; ++v) {
+        results.of[Units::kFirstSaved + v] =
+            Units::narrowed([&](int u) { return Units::states_[u][Cell::saved_state(v)]; });
+      }
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         A old[kLive];
         for (int j = 0; j < kLive; ++j) old[j] = Units::carried(u, kFirst + j);
         for (int i = 0; i < kCarried; ++i) Units::carried(u, i) = after(kept, u, i, old);
       }
-      typename Units::Results results;
       Units::set_outputs(results);
       sink.next(n);
       sink.write(results);
