@@ -278,6 +278,11 @@ class SequenceLayer(nn.Module):
         return 2 if self.bidirectional else 1
 
     @property
+    def _features(self) -> int:
+        """Those of the output."""
+        return self._directions * len(self._cell.declared.outputs) * self.hidden_size
+
+    @property
     def _slices(self) -> int:
         return self.num_layers * self._directions
 
@@ -316,7 +321,7 @@ class CellLayer(SequenceLayer):
         self.bias, self.batch_first, self.bidirectional = bias, batch_first, bidirectional
         self.dropout = float(dropout)
         for layer in range(num_layers):
-            layer_input = input_size if layer == 0 else hidden_size * self._directions
+            layer_input = input_size if layer == 0 else self._features
             for suffix in ("", "_reverse")[: self._directions]:
                 for name, shape in self._shapes(layer_input).items():
                     parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))

@@ -58,7 +58,7 @@ def run_loop(
     final = [x.to(s.dtype) for x, s in zip(current, states, strict=True)]
     if not outputs:
         used = (input, weight_ih, weight_hh, one_bias(call.bias, call.bias_hh), *parameters)
-        return no_steps(input, states[0], used), final
+        return no_steps(input, len(cell.declared.outputs) * states[0].shape[1], used), final
     outputs = outputs[::-1] if is_reverse else outputs
     return torch.stack(outputs) if batch_sizes is None else torch.cat(outputs), final
 
@@ -107,8 +107,9 @@ def step_of(
         new_h, *new_states = step(values)
         stored = compute if cell.derived.runs_in_parallel else call.input.dtype
         new = [like(new_h, h).to(stored), *(like(s, h) for s in new_states)]
-        output = new[cell.declared.output_state + 1].to(call.input.dtype)
-        return output, [s.to(compute) for s in new]
+        outputs = [new[state + 1] for state in cell.declared.output_states]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+        return output.to(call.input.dtype), [s.to(compute) for s in new]
 
     return run_step
 
@@ -191,7 +192,7 @@ def with_first_rows(old: Tensor, new: Tensor) -> Tensor:
     return new if rows == old.shape[0] else torch.cat([new, old[rows:]])
 
 
-def no_steps(input: Tensor, h0: Tensor, used: Sequence[Tensor | None]) -> Tensor:
+def no_steps(input: Tensor, width: int, used: Sequence[Tensor | None]) -> Tensor:
     """The output of no steps, whose gradients with respect to the arguments used are zeros."""
     zero = sum(x.flatten()[:0].sum().to(input.dtype) for x in used if x is not None)
-    return input.new_zeros(*input.shape[:-1], h0.shape[1]) + zero
+    return input.new_zeros(*input.shape[:-1], width) + zero

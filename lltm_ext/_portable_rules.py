@@ -472,7 +472,7 @@ def shape_cell_backward(*args: Any) -> tuple[Tensor | None, ...]:
 @functools.cache
 def sizes_of(program: str) -> list[int]:
     """The numbers of gates, states, kept gates and other saved values; whether h of every step is apart from
-    the output, whether there is a product, whether projections are in float32."""
+    the output, whether there is a product, whether projections are in float32; and of outputs."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         sizes: list[int] = ops.custom_cell_sizes(program)
     return sizes
@@ -482,13 +482,13 @@ def shape_cell(input: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """The outputs, with those for the backward."""
     h0, states, weight_ih = args[:3]
     batch_sizes, program = args[8], args[11]
-    gates, count, kept_gates, extra, has_output_apart, recurrent, wide = sizes_of(program)
+    gates, count, kept_gates, extra, has_output_apart, recurrent, wide, outputs = sizes_of(program)
     hidden = units_of(input, weight_ih, gates) if h0 is None else h0.shape[1]
     h_n = zero_state(input, hidden, batch_sizes) if h0 is None else dense(h0)
     states_n = h_n.new_empty(count, *h_n.shape) if states is None else dense(states)
     if not recurrent and weight_ih is None:
         kept_gates = 0
-    of_steps = (hidden, kept_gates * hidden, extra * hidden, has_output_apart * hidden)
+    of_steps = (outputs * hidden, kept_gates * hidden, extra * hidden, has_output_apart * hidden)
     output, kept, *rest = (input.new_empty(*input.shape[:-1], n) for n in of_steps)
     if wide and not recurrent:
         kept = kept.to(torch.promote_types(input.dtype, torch.float32))

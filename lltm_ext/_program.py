@@ -73,7 +73,7 @@ def program_of(cell: RecurrentCell, struct: Struct, to_initial: bool) -> str:
         int(declared.recurrent),
         int(declared.separate),
         int(derived.reads_h),
-        declared.output_state,
+        " ".join(map(str, declared.output_states)),
         int(derived.zeros_stay),
         int(struct.wide_projections),
         int(to_initial),

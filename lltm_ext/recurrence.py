@@ -84,7 +84,7 @@ def recurrence(
     parameters: Sequence[str] | Mapping[str, float | Sequence[float] | None] = (),
     inputs: Sequence[str] = (),
     recurrent: bool = True,
-    output: str = "h",
+    output: str | Sequence[str] = "h",
     weights: Sequence[str] | Mapping[str, tuple[int, int]] = (),
     name: str | None = None,
     forward: str | None = None,
@@ -154,7 +154,8 @@ def recurrence(
             gradient, the cell runs with all of them as further gates, [T, B, H] each, which only the input
             feeds.
         recurrent: False for a cell without a product with h, and so without weight_hh.
-        output: the name of the state that is the output of each step, if that is not h. The products see h.
+        output: the name of the state that is the output of each step, if that is not h. Several names, such
+            as ``("h", "c")``, put O states next to each other: [T, B, O*H]. The products see h.
         name: of a cell given as text; that of its variable, by which pickle finds it.
         forward: the statements that assign ``new_h``, and ``new_c`` for a state c, from ``x[i]``, ``r[i]``,
             ``h``, and the states, parameters and inputs by their names. All are of type ``T``: float, or
@@ -232,7 +233,8 @@ class RecurrentCell:
 
     Returns:
         ``(output, h_n)``, or for a cell with states ``(output, (h_n, *states_n))``: output [T, B, H] holds h
-        of every step (or the state that the cell's ``output`` names), the others the last state. Half types
+        of every step (or the state that the cell's ``output`` names; O of them one after the other, [T, B,
+        O*H], which ``output.chunk(O, -1)`` divides), the others the last state. Half types
         are computed in float32. h is rounded at each step, unless the cell is affine in all its states
         together; the other states are not. The output has the dtype of ``input``.
 
@@ -248,7 +250,7 @@ class RecurrentCell:
     Attributes:
         function: the decorated function; None for a cell given as text.
         gates, separate, states, parameters, inputs, recurrent, output: as given to :func:`recurrence`,
-            ``parameters`` as a dictionary.
+            ``parameters`` as a dictionary, ``output`` of several names as a tuple.
         recurrent_gates: the gates that the product with h feeds: all, with ``separate`` those whose ``r`` the
             function reads.
     """
@@ -265,7 +267,7 @@ class RecurrentCell:
         parameters: Sequence[str] | Mapping[str, float | Sequence[float] | None],
         inputs: Sequence[str],
         recurrent: bool,
-        output: str,
+        output: str | Sequence[str],
         weights: Sequence[str] | Mapping[str, tuple[int, int]] = (),
     ) -> None:
         if isinstance(function, CudaSource):
@@ -292,7 +294,8 @@ class RecurrentCell:
         self.gates, self.separate, self.recurrent = gates, bool(separate), bool(recurrent)
         self.states = check_names(name, "states", states, ("h",))
         self.state_names = ("h0", *(f"{s}0" for s in self.states))  # all initial states' names, for messages
-        self.output = check_output(name, output, self.states)
+        outputs = check_output(name, output, self.states)
+        self.output = outputs[0] if len(outputs) == 1 else outputs
         taken = (*RESERVED, *self.state_names)
         names = check_names(name, "parameters", parameters, taken)
         initial = parameters if isinstance(parameters, Mapping) else dict.fromkeys(names)
@@ -306,7 +309,7 @@ class RecurrentCell:
         self.has_own_weights = bool(own)  # torch.compile asks for no dictionary
         named = (self.states, names_of_values(self.parameters), self.inputs)
         self._options = (gates, separate, states, parameters, inputs, recurrent, output, weights)
-        self.declared = Declaration(name, gates, self.separate, *named, self.recurrent, output, own)
+        self.declared = Declaration(name, gates, self.separate, *named, self.recurrent, outputs, own)
         self.derived: Derived | SourceCell  # the struct in C++, and what its forward saves
         if isinstance(function, CudaSource):
             self.function, self.differentiable = None, function.backward is not None
@@ -705,7 +708,7 @@ class RecurrentCell:
         ):
             options.append(f"{name}: {', '.join(values) or 'none'}")
         options[-1] = options[-1] if self.differentiable else "without backward"
-        options += [f"output: {self.output}"] * (self.output != "h")
+        options += [f"output: {', '.join(self.declared.outputs)}"] * (self.output != "h")
         options += ["affine in its states"] * bool(self.function and self.derived.affine)  # type: ignore[union-attr]
         how = f"({', '.join(self.arguments)})" if self.function else " in C++"
         return f"<lltm_ext.recurrence {self.__name__}{how}, {', '.join(options)}>"
@@ -907,13 +910,17 @@ def check_initial(cell: str, name: str, value: Any) -> None:
         )
 
 
-def check_output(cell: str, output: Any, states: tuple[str, ...]) -> str:
-    if not isinstance(output, str):
-        raise TypeError(f"{cell}: expected output to be the name of a state, got {output!r}")
-    if output not in ("h", *states):
-        known = ", ".join(("h", *states))
-        raise ValueError(f"{cell}: expected output to be one of {known}, got {output!r}")
-    return output
+def check_output(cell: str, output: Any, states: tuple[str, ...]) -> tuple[str, ...]:
+    names = (output,) if isinstance(output, str) else output
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{cell}: expected output to be the name of a state, or several, got {output!r}")
+    for name in names:
+        if name not in ("h", *states):
+            known = ", ".join(("h", *states))
+            raise ValueError(f"{cell}: expected output to be one of {known}, got {name!r}")
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"{cell}: expected output to name a state, or several once each, got {output!r}")
+    return tuple(names)
 
 
 def check_weights(cell: str, weights: Any, recurrent: bool, taken: Sequence[str]) -> tuple[Weight, ...]:

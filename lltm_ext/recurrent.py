@@ -42,7 +42,8 @@ class Recurrent(CellLayer):
             step 0.
 
     Attributes:
-        weight_ih_l{k}: [G*H, I], none without input_size, for layers above the first [G*H, D*H];
+        weight_ih_l{k}: [G*H, I], none without input_size, for layers above the first [G*H, D*O*H],
+        where the cell has O outputs;
         weight_hh_l{k}: [R*H, H/heads] of R recurrent gates, none for a cell without recurrent product;
         bias_l{k}: [G*H]; each parameter of the cell, {name}_l{k}: [H]; each of its own weights: as the cell
         declares it, or [n*H, H/heads]. Those of the other direction end in ``_reverse``.
@@ -57,7 +58,8 @@ class Recurrent(CellLayer):
         starts them from its own slice of hx;
         inputs of the steps, by their names: as reset, or with a last dimension of H. Like reset, they go to
         all layers and directions. For a packed input they are packed with the same lengths;
-        output [T, B, D*H] in the layout of the input, the final states as hx.
+        output [T, B, D*O*H] in the layout of the input, first all of the first direction; the final states
+        as hx.
 
     Products of float32 on CUDA are TF32 where nn.LSTM's are: where ``torch.backends.cudnn.allow_tf32``, by
     default True, or ``torch.backends.cudnn.rnn.fp32_precision`` says so.

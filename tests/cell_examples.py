@@ -1,4 +1,5 @@
-"""Recurrent cells, some whose output is a state, without a product or given as text, and random arguments."""
+"""Recurrent cells, some whose output is a state or several, without a product or given as text, and random
+arguments."""
 
 import functools
 
@@ -44,7 +45,16 @@ def everything(u, p, s, r, x, h):
     return u.mask * h + (1 - u.mask) * torch.tanh(c) / (1 + n * n), (c, n)
 
 
-WITH_OUTPUT = {cell.__name__: cell for cell in (gru_with_recurrent_dropout, smoothed_lstm)}
+@lltm_ext.recurrence(gates=4, states=("c",), output=("c", "h"))
+def lstm_of_both_states(x, s):
+    i, f, g, o = x
+    c = torch.sigmoid(f + 1) * s.c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), (c,)
+
+
+WITH_OUTPUT = {
+    cell.__name__: cell for cell in (gru_with_recurrent_dropout, smoothed_lstm, lstm_of_both_states)
+}
 
 
 @lltm_ext.recurrence(gates=3, separate=True, weights=("weight_hn",))
@@ -118,6 +128,13 @@ def masked_unit(x, h, s, u):
     return u.mask * y, (y,)
 
 
+@lltm_ext.recurrence(gates=1, states=("a", "v"), inputs=("mask",), output=("v", "h", "a"), recurrent=False)
+def adaptive_unit(x, h, s, u):
+    """All of its values are outputs, in an order of their own."""
+    v = 0.9 * s.v * (1 - h) + x[0] - 0.5 * u.mask * s.a
+    return torch.sigmoid(v), (0.8 * s.a + 0.2 * h, v)
+
+
 @lltm_ext.recurrence(
     gates=0, states=("mean",), parameters=("rate",), inputs=("value", "keep"), recurrent=False, output="mean"
 )
@@ -128,9 +145,9 @@ def without_gates(h, s, p, u):
     return u.keep * past + mean, (mean,)
 
 
-@lltm_ext.recurrence(gates=1, states=("im",), parameters=("angle",), recurrent=False)
+@lltm_ext.recurrence(gates=1, states=("im",), parameters=("angle",), recurrent=False, output=("im", "h"))
 def resonator(x, h, s, p):
-    """Two states that mix."""
+    """Two states that mix, both outputs."""
     real, imaginary = 0.8 * torch.cos(p.angle), 0.8 * torch.sin(p.angle)
     return real * h - imaginary * s.im + x[0], (imaginary * h + real * s.im,)
 
@@ -158,7 +175,9 @@ def signs(x, s):
 
 
 MIXING = {cell.__name__: cell for cell in (resonator, four_mixing)}
-WITHOUT_PRODUCT = {cell.__name__: cell for cell in (without_product, qrnn, masked_unit, without_gates)}
+WITHOUT_PRODUCT = {
+    cell.__name__: cell for cell in (without_product, qrnn, masked_unit, adaptive_unit, without_gates)
+}
 CELLS = {name: getattr(cells, name) for name in cells.__all__} | WITH_OUTPUT | WITHOUT_PRODUCT
 SURROGATES = ("lif",)  # whose gradient is not the derivative, so that finite differences differ
 
@@ -299,6 +318,28 @@ TEXTS = {
             grad_b_hn = grad_x[2] * reset;
             grad_r[0] = grad_x[0], grad_r[1] = grad_x[1], grad_r[2] = grad_b_hn;
             grad_y = grad * update;
+        """,
+    ),
+    "lstm_of_both_states": lltm_ext.recurrence(
+        name="lstm_of_both_states",
+        gates=4,
+        states=("c",),
+        output=("c", "h"),
+        forward="""
+            T i = sigmoid(x[0]), f = sigmoid(x[1] + 1), g = tanh(x[2]), o = sigmoid(x[3]);
+            new_c = f * c + i * g;
+            T keep = 1 - f, t = tanh(new_c);
+            new_h = o * t;
+        """,
+        saved=("i", "keep", "g", "o", "t", "c"),
+        backward="""
+            const T f = 1 - keep;
+            const T grad = grad_new_c + grad_new_h * o * (1 - t * t);
+            grad_x[0] = grad * g * i * (1 - i);
+            grad_x[1] = grad * c * f * keep;
+            grad_x[2] = grad * i * (1 - g * g);
+            grad_x[3] = grad_new_h * t * o * (1 - o);
+            grad_c = grad * f;
         """,
     ),
 }

@@ -233,14 +233,17 @@ const bool added = add_cell<Cell>(R"source({source})source" + std::string({11} ?
 constexpr CellShape shape = kCellShape<Cell>;
 static_assert(shape.gates == {0} && shape.states == {1} && shape.saved == {2} && shape.parameters == {3});
 static_assert(shape.step_inputs == {4} && shape.recurrent == {5} && shape.separate == {6});
-static_assert(shape.reads_h == {7} && shape.output_state == {8});
+static_assert(shape.reads_h == {7} && shape.outputs_h == {outputs_h} && shape.outputs == {outputs});
 }}  // namespace lltm_ext::cell_{number}
 """
 
 
 def text_of(number, struct):
     numbers, source = (text.replace(LINE, "\n") for text in struct)
-    return CELL.format(*numbers.split(","), number=number, source=source)
+    sizes = numbers.split(",")
+    outputs = sizes[8].split()
+    of_outputs = {"outputs": len(outputs), "outputs_h": int(outputs == ["-1"])}
+    return CELL.format(*sizes, number=number, source=source, **of_outputs)
 
 
 @pytest.fixture(scope="session")

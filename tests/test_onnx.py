@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from cell_examples import lstm_of_both_states
 from op_suite import assert_all_near
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -110,6 +111,7 @@ LAYERS = {
     ),
     "lltm": (lambda: Model(call_lltm, lltm_ext.LLTM(INPUT, HIDDEN)), with_states),
     "own cell": (lambda: Model(lambda m, x, u: m(x, gap=u), own(gated)), with_gaps),
+    "several outputs": (lambda: own(lstm_of_both_states, num_layers=2, bidirectional=True), steps),
     "sLSTM with heads": (lambda: own(cells.slstm, heads=2), steps),
     "LSTM with resets": (
         lambda: Model(lambda m, x, r: m(x, reset=r), lltm_ext.LSTM(INPUT, HIDDEN)),

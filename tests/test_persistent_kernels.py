@@ -39,7 +39,7 @@ FROM_PYTHON |= {"growing": growing, "many_levels": many_levels, "signs": signs}
 WRITTEN = {"LltmCell": "lltm/lltm_cell.h", "LstmCell": "lstm/lstm_cell.h"}
 TO_INITIAL = {
     f"{name}_to_initial": FROM_PYTHON[name]
-    for name in ("gru_with_recurrent_dropout", "smoothed_lstm", "without_product")
+    for name in ("gru_with_recurrent_dropout", "smoothed_lstm", "lstm_of_both_states", "without_product")
 }
 DERIVED = FROM_PYTHON | TO_INITIAL
 CELLS = [*WRITTEN, *DERIVED]

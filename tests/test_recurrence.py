@@ -8,7 +8,14 @@ import sys
 
 import pytest
 import torch
-from cell_examples import WITH_OUTPUT, call_of, everything, gru_with_recurrent_dropout, without_product
+from cell_examples import (
+    WITH_OUTPUT,
+    call_of,
+    everything,
+    gru_with_recurrent_dropout,
+    lstm_of_both_states,
+    without_product,
+)
 from op_suite import (
     BACKWARD,
     DOUBLE,
@@ -28,6 +35,7 @@ from torch.nn import functional as F
 
 import lltm_ext
 from lltm_ext._arguments import SequenceCall
+from lltm_ext._custom_cell import op_arguments
 from lltm_ext._loop import run_loop
 from lltm_ext.cells import gru
 
@@ -64,7 +72,8 @@ def by_units(cell, input, hx, weight_ih, weight_hh, bias=None, *, reset=None, **
     length, (batch, hidden) = len(input), (hx[0] if cell.states else hx).shape
     block = hidden if weight_hh is None else weight_hh.shape[1]
     rows = [[list(x[b]) for x in states] for b in range(batch)]  # [row][state][unit]
-    outputs, of_output = [], ("h", *cell.states).index(cell.output)
+    names = (cell.output,) if isinstance(cell.output, str) else cell.output
+    outputs, of_output = [], [("h", *cell.states).index(name) for name in names]
     for t in range(length):
         for b in range(batch):
             old = rows[b]
@@ -87,7 +96,8 @@ def by_units(cell, input, hx, weight_ih, weight_hh, bias=None, *, reset=None, **
                 new_h, new = cell.step(x, r, h[unit], of_unit, p, u)
                 for state, value in zip(rows[b], (new_h, *new), strict=True):
                     state.append(value)
-        outputs.append(torch.stack([torch.stack(rows[b][of_output]) for b in range(batch)]))
+        of_rows = (torch.stack([value for i in of_output for value in row[i]]) for row in rows)
+        outputs.append(torch.stack(list(of_rows)))
     final = [torch.stack([torch.stack(rows[b][i]) for b in range(batch)]) for i in range(len(states))]
     return torch.stack(outputs), tuple(final) if cell.states else final[0]
 
@@ -134,10 +144,12 @@ def test_values_and_gradients_equal_a_loop_over_units(cell, options, device):
 
 
 @pytest.mark.parametrize("cell", WITH_OUTPUT.values(), ids=WITH_OUTPUT)
-def test_the_output_may_be_a_state(cell, device):
+def test_the_output_may_be_a_state_or_several(cell, device):
     output, final = cell(*(call := arguments(cell, Make(DOUBLE, device))).args, **call.kwargs)
-    assert_same_bits([output[-1]], [final[cell.state_names.index(f"{cell.output}0")]])
-    assert not torch.equal(output[-1], final[0])
+    names = [cell.output] if isinstance(cell.output, str) else cell.output
+    parts = output[-1].chunk(len(names), -1)
+    assert_same_bits(parts, [final[cell.state_names.index(f"{name}0")] for name in names])
+    assert not torch.equal(parts[0], final[0])
 
 
 @cells
@@ -199,7 +211,7 @@ def test_no_steps_rows_or_units(cell, length, batch, hidden, device):
     function, _, call = without_gradients_of_steps(cell, call)
     call = call.leaves()
     output, *final = call.run(function)
-    assert output.shape == (length, batch, hidden)
+    assert output.shape == (length, batch, len(cell.declared.outputs) * hidden)
     states = call.args[1] if cell.states else (call.args[1],)
     if length == 0:
         assert_same_bits(final, states)
@@ -288,10 +300,31 @@ def test_forward_mode_derivatives(cell):
     )
 
 
-def test_a_call_compiles_into_one_graph(fresh_dynamo):
-    call = arguments(everything, Make(DOUBLE))
-    compiled = torch.compile(everything.__call__, fullgraph=True, backend="aot_eager")
-    assert_all_near(call.run(compiled), call.run(everything), FORWARD[DOUBLE])
+@pytest.mark.parametrize("cell", [everything, lstm_of_both_states], ids=repr)
+def test_a_call_compiles_into_one_graph(cell, fresh_dynamo):
+    function, _, call = without_gradients_of_steps(cell, arguments(cell, Make(DOUBLE)))
+    compiled = torch.compile(cell.__call__, fullgraph=True, backend="aot_eager")
+    ours, exact = (
+        forward_and_gradients(f, call) for f in (functools.partial(compiled, **function.keywords), function)
+    )
+    assert_all_near([*ours[0], *ours[1]], [*exact[0], *exact[1]], FORWARD[DOUBLE])
+
+
+@pytest.mark.parametrize("reset_to", ["zeros", "initial"])
+def test_opcheck_of_several_outputs(reset_to, device):
+    cell, make = lstm_of_both_states, Make(DOUBLE, device)
+    tensors = Call(make(3, 2, 4), (make(2, 6), make(2, 6)), make(24, 4), make(24, 6))
+    reset = make(3, 2) > 0.5
+    programs = cell.programs if reset_to == "zeros" else cell.programs_to_initial
+    args, leaves = (
+        (*op_arguments(cell, SequenceCall(*call.args, reset=reset)), None, False, "auto", programs[DOUBLE])
+        for call in (tensors, tensors.leaves())
+    )
+    torch.library.opcheck(torch.ops.lltm_ext.custom_cell.default, leaves)
+    torch.library.opcheck(torch.ops.lltm_ext.custom_cell_forward.default, args)
+    output, h_n, c_n, gates, extra, h = torch.ops.lltm_ext.custom_cell_forward(*args)
+    backward = (output, h_n, c_n, h, gates, extra, *args, True, True)
+    torch.library.opcheck(torch.ops.lltm_ext.custom_cell_backward.default, backward)
 
 
 @cells
@@ -375,7 +408,10 @@ def test_a_cell_says_what_it_is():
         "<lltm_ext.recurrence plain(x), 1 gate, states: none, parameters: none, inputs: none, saved for "
     )
     assert repr(gru_with_recurrent_dropout).endswith(", output: y>")
-    assert (gru.output, gru_with_recurrent_dropout.output) == ("h", "y")
+    assert repr(lstm_of_both_states).endswith(", output: c, h>")
+    of_one = lltm_ext.recurrence(gates=1, output=["h"])(plain.function)
+    given = (gru, gru_with_recurrent_dropout, lstm_of_both_states, of_one)
+    assert [cell.output for cell in given] == ["h", "y", ("c", "h"), "h"]
     assert (everything.__name__, everything.__module__) == ("everything", "cell_examples")
     assert everything.__doc__ == "Every value, in an order of its own."
     assert isinstance(everything, lltm_ext.RecurrentCell)
@@ -421,7 +457,20 @@ def declare(**options):
         ({"inputs": ("if",)}, ValueError, "expected the names of inputs to be identifiers, got 'if'"),
         ({"states": ("_c",)}, ValueError, "expected the names of states to be identifiers, got '_c'"),
         ({"states": ("\u03b1",)}, ValueError, "expected the names of states to be identifiers, got '\u03b1'"),
-        ({"output": 0}, TypeError, "expected output to be the name of a state, got 0"),
+        ({"output": 0}, TypeError, "expected output to be the name of a state, or several, got 0"),
+        (
+            {"output": ("h", 1)},
+            TypeError,
+            r"expected output to be the name of a state, or several, got \('h', 1\)",
+        ),
+        ({"output": {"h"}}, TypeError, "expected output to be the name of a state, or several, got {'h'}"),
+        ({"output": ()}, ValueError, r"expected output to name a state, or several once each, got \(\)"),
+        (
+            {"output": ("h", "h")},
+            ValueError,
+            r"expected output to name a state, or several once each, got \('h', 'h'\)",
+        ),
+        ({"output": ("h", "y")}, ValueError, "expected output to be one of h, got 'y'"),
         ({"output": "y"}, ValueError, "expected output to be one of h, got 'y'"),
         ({"states": ("c",), "output": "y"}, ValueError, "expected output to be one of h, c, got 'y'"),
     ],

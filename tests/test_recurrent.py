@@ -9,16 +9,18 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 import lltm_ext
 from lltm_ext import cells
 
+OPTIONS = {"gates": 2, "separate": True, "states": ("c",), "parameters": {"a": None, "b": 0.25}}
+OPTIONS |= {"inputs": ("gap", "mask")}
 
-@lltm_ext.recurrence(
-    gates=2, separate=True, states=("c",), parameters={"a": None, "b": 0.25}, inputs=("gap", "mask")
-)
+
+@lltm_ext.recurrence(**OPTIONS)
 def timed(x, r, h, s, p, u):
     gate = torch.sigmoid(x[0] + p.a * r[0] - u.gap)
     c = gate * s.c + (1 - gate) * torch.tanh(x[1] * torch.sigmoid(r[1]) + p.b * h)
     return u.mask * h + (1 - u.mask) * torch.tanh(c), (c,)
 
 
+of_both_states = lltm_ext.recurrence(**OPTIONS, output=("c", "h"))(timed.function)
 HIDDEN = 6
 
 
@@ -89,6 +91,17 @@ def test_options_that_do_not_fit_are_refused():
             lltm_ext.Recurrent(**{"cell": timed, "input_size": 3, "hidden_size": 6, **options})
 
 
+@kinds
+def test_the_outputs_of_a_cell_are_next_to_each_other(kind):
+    layer, values = build(kind, of_both_states), values_of_steps()
+    output, (h_n, c_n) = layer(Make(DOUBLE)(6, 4, INPUT), **values)
+    directions = 1 + layer.bidirectional
+    of_steps = output.unflatten(-1, (directions, 2, HIDDEN))
+    last = [of_steps[(-1, 0)[i], :, i] for i in range(directions)]
+    expected = torch.stack([c_n[-directions:], h_n[-directions:]], 2)
+    assert_same_bits(last, expected.unbind(0))
+
+
 # ---- resets and inputs of the steps ----------------------------------------------------------------------
 
 
@@ -115,7 +128,7 @@ def by_function(layer, input, hx, reset, **inputs):
                 starts = torch.zeros_like(reset)
                 starts[1:] = reset.flip(0)[:-1]
             states = tuple(state[len(final)] for state in hx)
-            output, states = timed(x, states, *weights, reset=starts, **named)
+            output, states = layer.cell(x, states, *weights, reset=starts, **named)
             outputs.append(output.flip(0) if suffix else output)
             final.append(states)
         input = torch.cat(outputs, -1)
@@ -128,12 +141,16 @@ def states(layer, batch=4):
     return make(slices, batch, HIDDEN), make(slices, batch, HIDDEN)
 
 
-LAYERED = ("plain", "two layers", "bidirectional", "three bidirectional layers")
+layered = pytest.mark.parametrize(
+    "kind", ["plain", "two layers", "bidirectional", "three bidirectional layers"]
+)
+outputs = pytest.mark.parametrize("cell", [timed, of_both_states], ids=["h", "c and h"])
 
 
-@pytest.mark.parametrize("kind", LAYERED)
-def test_resets_and_inputs_go_to_all_layers_and_directions(kind):
-    layer, input, values = build(kind), Make(DOUBLE)(6, 4, INPUT), values_of_steps()
+@layered
+@outputs
+def test_resets_and_inputs_go_to_all_layers_and_directions(kind, cell):
+    layer, input, values = build(kind, cell), Make(DOUBLE)(6, 4, INPUT), values_of_steps()
     hx = states(layer)
     assert values["reset"].any() and values["mask"].any()
     ours = Call(input, hx, **values).run(layer)
@@ -156,10 +173,11 @@ def test_batch_first_and_unbatched_values_have_the_layout_of_the_input():
         assert_all_near([found, *final], [expected[:, 2], h_n[:, 2], c_n[:, 2]], FORWARD[DOUBLE])
 
 
-@pytest.mark.parametrize("kind", LAYERED)
+@layered
+@outputs
 @pytest.mark.parametrize("lengths", [[6, 4, 4, 1], [2, 6, 1, 4]], ids=["sorted", "in any order"])
-def test_packed_values_equal_the_sequences_one_by_one(kind, lengths):
-    layer, values = build(kind), values_of_steps()
+def test_packed_values_equal_the_sequences_one_by_one(kind, cell, lengths):
+    layer, values = build(kind, cell), values_of_steps()
     input, hx = Make(DOUBLE)(6, 4, INPUT).requires_grad_(), states(layer)
 
     def pack(x):

@@ -40,13 +40,13 @@ class Declaration(NamedTuple):
     parameters: tuple[str, ...] = ()  # of a unit: those of a parameter of several values are b[0], b[1], ...
     inputs: tuple[str, ...] = ()
     recurrent: bool = True
-    output: str = "h"
+    outputs: tuple[str, ...] = ("h",)
     weights: tuple[Weight, ...] = ()
 
     @property
-    def output_state(self) -> int:
-        """The number of the state that is the output of a step; -1 for h."""
-        return -1 if self.output == "h" else self.states.index(self.output)
+    def output_states(self) -> tuple[int, ...]:
+        """The numbers of the states that are the output of a step; -1 for h."""
+        return tuple(("h", *self.states).index(name) - 1 for name in self.outputs)
 
     def names(self, argument: str) -> tuple[str, ...]:
         """The names of the values of x, r, s, p or u, or of the blocks of w; "" for those without a name."""

@@ -19,7 +19,7 @@ struct Cell {{
   static constexpr int kGates = {gates}, kStates = {states}, kSaved = {saves};
   static constexpr int kParameters = {parameters}, kStepInputs = {inputs};
   static constexpr bool kRecurrent = {recurrent}, kSeparate = {separate}, kReadsH = {reads_h};
-  static constexpr int kOutputState = {output_state};  // -1: h
+  {outputs}  // -1: h
   static constexpr bool kWideProjections = {wide}, kBackwardReadsH = {backward_reads_h};{others}
   LLTM_HOST_DEVICE static constexpr bool backward_reads(int gate) {{ return {backward_reads}; }}
 
@@ -466,6 +466,13 @@ def stages_text(
     ).rstrip()
 
 
+def outputs_text(states: Sequence[int]) -> str:
+    if len(states) == 1:
+        return f"static constexpr int kOutputState = {states[0]};"
+    count = f"static constexpr int kOutputs = {len(states)};"
+    return f"{count}\n  LLTM_HOST_DEVICE static constexpr int output_at(int i) {{ return {chosen(states)}; }}"
+
+
 def saved_states_text(cell: CellNodes, nodes: Sequence[Node], wide: Collection[Node]) -> str:
     """What the struct has besides if the whole cell is affine and saves nothing but old states."""
     states = list(cell.leaves["s"])
@@ -564,7 +571,7 @@ def struct_of(
         recurrent=flag(declared.recurrent),
         separate=flag(declared.separate),
         reads_h=flag(reads_h),
-        output_state=declared.output_state,
+        outputs=outputs_text(declared.output_states),
         wide=flag(wide_projections),
         backward_reads=" || ".join(f"gate == {g}" for g in backward_reads) or "false",
         backward_reads_h=flag(backward_reads_h),

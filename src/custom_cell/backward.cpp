@@ -127,7 +127,10 @@ void check_backward_inputs(const CellOp& op, const CellCall& call, const Directi
   check("gates", gates, kept_gates_type(shape, input), rows_of(kept_gates(shape, d) * hidden),
         "[..., gates*hidden_size]");
   check("extra", extra, type, rows_of(shape.extra() * hidden), "[..., extra*hidden_size]");
-  if (grad_output) check("grad_output", *grad_output, type, rows_of(hidden), "[..., hidden_size]");
+  if (grad_output) {
+    check("grad_output", *grad_output, type, rows_of(shape.outputs * hidden),
+          shape.outputs == 1 ? "[..., hidden_size]" : "[..., outputs*hidden_size]");
+  }
   if (grad_h_n) check("grad_h_n", *grad_h_n, type, {batch, hidden}, "[batch, hidden_size]");
   if (!grad_states_n) return;
   const c10::SymDimVector sizes = states_sizes(shape, d, batch, hidden);

@@ -1,6 +1,6 @@
 // A call of a cell over a sequence: its arguments as one value, and the dispatcher ops that take them.
 //
-// T is the length, B the batch, I the input size, H the hidden size; G, S, P, K and E as in
+// T is the length, B the batch, I the input size, H the hidden size; G, S, O, P, K and E as in
 // recurrence/cell.h.
 #pragma once
 
@@ -75,7 +75,7 @@ using Tensors6 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::
 using Tensors7 =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// output [T, B, H], h_n [B, H], states_n [S, B, H], or [B, H] if the only state was given so; the last
+// output [T, B, O * H], h_n [B, H], states_n [S, B, H], or [B, H] if the only state was given so; the last
 // argument is bias_hh
 using CellSignature = OneDirection<Tensors3, const OptionalTensor&>;
 // Also returns, for the backward: gates [T, B, G * H], or [T, B, 0] of a wide cell; extra [T, B, E * H]; h of

@@ -142,11 +142,12 @@ std::string compile_binary(const std::string& program, at::ScalarType type, bool
 }
 
 // The numbers that fake tensors in Python need: gates, states, kept gates and other saved values of a unit;
-// whether h of every step is apart from the output; whether there is a product; whether projections are wide.
+// whether h of every step is apart from the output; whether there is a product; whether projections are wide;
+// and outputs.
 [[maybe_unused]] std::vector<int64_t> sizes_of_cell(const std::string& program) {
   const CellShape& shape = CellProgram::get(program).shape;
   return {shape.gates,     shape.states, shape.kept_gates(), shape.extra(), shape.has_output_apart(),
-          shape.recurrent, shape.wide};
+          shape.recurrent, shape.wide,   shape.outputs};
 }
 
 }  // namespace

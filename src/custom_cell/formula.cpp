@@ -3,6 +3,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <unordered_map>
@@ -35,8 +36,9 @@ struct Value {
 
 class Reader {
  public:
-  Reader(const std::string& cell, const CellShape& shape, bool backward, std::string_view text)
-      : cell_(cell), shape_(shape), backward_(backward) {
+  Reader(const std::string& cell, const CellShape& shape, const std::vector<int>& outputs, bool backward,
+         std::string_view text)
+      : cell_(cell), shape_(shape), outputs_(outputs), backward_(backward) {
     const Strings words = split(text, ' ');
     TORCH_CHECK_VALUE(words.size() < kMostWords, cell, ": expected fewer instructions, got ", words.size());
     size_t next = 0;
@@ -87,7 +89,14 @@ class Reader {
   Formula::Place place(std::string_view name, uint16_t slot, std::string_view kinds) const {
     TORCH_CHECK_VALUE(!name.empty() && kinds.find(name[0]) != std::string_view::npos, cell_,
                       ": expected one of ", kinds, ", got '", name, "'");
-    return {name[0], number(name.substr(1), count(name[0])), slot};
+    const uint16_t i = number(name.substr(1), count(name[0]));
+    return {name[0], i, slot, output(name[0] == 'h' || name[0] == 'g' ? -1 : i)};
+  }
+
+  // Which output a state is, h being -1; or -1.
+  int output(int state) const {
+    const auto found = std::find(outputs_.begin(), outputs_.end(), state);
+    return found == outputs_.end() ? -1 : static_cast<int>(found - outputs_.begin());
   }
 
   size_t count(char kind) const {
@@ -144,6 +153,7 @@ class Reader {
 
   const std::string& cell_;
   const CellShape& shape_;
+  const std::vector<int>& outputs_;
   const bool backward_;
   std::vector<Value> values_;
   std::vector<std::pair<std::string, uint16_t>> results_;  // names, and which values
@@ -152,8 +162,9 @@ class Reader {
 
 }  // namespace
 
-Formula::Formula(const std::string& cell, const CellShape& shape, bool backward, std::string_view text) {
-  Reader(cell, shape, backward, text).read(*this);
+Formula::Formula(const std::string& cell, const CellShape& shape, const std::vector<int>& outputs,
+                 bool backward, std::string_view text) {
+  Reader(cell, shape, outputs, backward, text).read(*this);
 }
 
 }  // namespace lltm_ext

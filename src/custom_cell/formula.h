@@ -86,14 +86,17 @@ class Formula {
     Op op;
     uint16_t to, a, b, c;  // slots; b of `bit` is the number of the bit
   };
-  // A leaf or a result: x[2] is 'x', 2.
+  // A leaf or a result: x[2] is 'x', 2. Of h and the states, and of their gradients, `output` is the number
+  // of the step's output that is this value, or -1.
   struct Place {
     char kind;
     uint16_t number, slot;
+    int output;
   };
 
   // Raises a ValueError for a text that is no list of this cell.
-  Formula(const std::string& cell, const CellShape& shape, bool backward, std::string_view text);
+  Formula(const std::string& cell, const CellShape& shape, const std::vector<int>& outputs, bool backward,
+          std::string_view text);
 
   std::vector<Place> leaves, results;
   std::vector<std::pair<double, uint16_t>> constants;

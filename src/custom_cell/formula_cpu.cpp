@@ -283,14 +283,17 @@ void run_block(const Formula& formula, const CellShape& shape, const StepForward
     for (const Formula::Place& result : formula.results) {
       const A* const from = block.slot(result.slot) + i;
       const int k = result.number;
-      const bool is_output = shape.output_state == (result.kind == 'h' ? -1 : k);
+      const auto write_output = [&] {
+        if (result.output < 0 || !s.output_apart) return;
+        copy(from, n, s.output_apart + (row * shape.outputs + result.output) * plane + unit);
+      };
       if (result.kind == 'h') {
-        if (is_output && s.output_apart) copy(from, n, s.output_apart + at);
+        write_output();
         copy_reset(share, from, s.h0 + at, n, s.h + at);
         if (s.output) copy(shape.recurrent ? s.h + at : from, n, s.output + at);
       } else if (result.kind == 's') {
         const int64_t place = k * s.state_stride + at;
-        if (is_output) copy(from, n, s.output_apart + at);
+        write_output();
         copy_reset(share, from, s.states0 + place, n, s.new_states + place);
       } else if (result.kind == 'f') {
         copy(from, n, s.fed + (row * shape.fed + k) * plane + unit);
@@ -336,7 +339,6 @@ void run_block(const Formula& formula, const CellShape& shape, const StepBackwar
       formula, shape, s, block, [&](const Formula::Place& leaf, int64_t row, int64_t unit, int n, A* to) {
         const int k = leaf.number;
         const int64_t at = row * plane + unit;
-        const bool is_output = shape.output_state == (leaf.kind == 'g' ? -1 : k);
         switch (leaf.kind) {
           case 'x':
             return copy(&s.gates.at(row, k, unit), n, to);
@@ -357,7 +359,7 @@ void run_block(const Formula& formula, const CellShape& shape, const StepBackwar
             fill_zeros(n, to);
             add(s.grad_new_states, row, unit, n, to, k * s.state_stride);
         }
-        if (is_output) add(s.grad_output, row, unit, n, to);
+        if (leaf.output >= 0) add(s.grad_output, row, leaf.output * plane + unit, n, to);
       });
   block.compute();
   block.per_row([&](int i, int64_t row, int64_t unit, int n) {

@@ -12,7 +12,7 @@ namespace {
 
 struct Outputs {
   at::Tensor output, h_n, states_n;  // output: h of every step, as SequenceForwardArguments has it
-  at::Tensor output_apart;           // the output, if it is not that; or undefined
+  at::Tensor output_apart;           // [..., O * H] the output, if it is not that; or undefined
   at::Tensor gates;  // [..., G * H] at first the input's projections; then, if saved, what backward needs of
                      // CellShape::saved_in_gates. If it is not overwritten, it may be the input
   at::Tensor extra;  // [..., E * H] what else backward needs, or undefined
@@ -27,7 +27,7 @@ Outputs empty_outputs(const CellShape& shape, const CellCall& call, const Direct
   const c10::SymInt hidden = hidden_of(shape, call, d), batch = batch_of(call, d);
   Outputs out;
   out.output = empty_like_input(input, hidden);
-  if (shape.has_output_apart()) out.output_apart = empty_like_input(input, hidden);
+  if (shape.has_output_apart()) out.output_apart = empty_like_input(input, shape.outputs * hidden);
   out.h_n = at::empty_symint({batch, hidden}, input.options());
   out.states_n =
       at::empty_symint(states_sizes(shape, d, batch, hidden), input.options().dtype(states_type(input, d)));
@@ -173,7 +173,7 @@ struct Forward {
             .h = mutable_pointer<T>(h),
             .output = mutable_pointer<T>(out.output) + first_row * hidden,
             .output_apart = shape.has_output_apart()
-                                ? mutable_pointer<T>(out.output_apart) + first_row * hidden
+                                ? mutable_pointer<T>(out.output_apart) + first_row * shape.outputs * hidden
                                 : nullptr,
             .saved =
                 Gates<T>::row_major(save && shape.saved_in_gates() > 0 ? step_gates : nullptr, gates, hidden),

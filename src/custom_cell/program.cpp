@@ -130,6 +130,8 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
   code = fields[2];
   TORCH_CHECK_VALUE(is_identifier(name), "custom_cell: expected the cell's name, got '", name, "'");
   const auto n = [&](int i, int least = 0) { return number(name, numbers[i], least); };
+  outputs.clear();
+  for (const std::string& x : split(numbers[8], ' ')) outputs.push_back(number(name, x, /*least=*/-1));
   shape = {n(0),
            n(1),
            n(2),
@@ -138,7 +140,8 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
            n(5) != 0,
            n(6) != 0,
            n(7) != 0,
-           n(8, /*least=*/-1),
+           static_cast<int>(outputs.size()),
+           outputs == std::vector<int>{-1},
            numbers.size() > 10 && n(10) != 0,
            numbers.size() > 11 && n(11) != 0,
            numbers.size() > 12 && n(12) != 0,
@@ -163,8 +166,10 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
         CellFormulas{formulas_of(/*backward=*/false, fields[3]), formulas_of(/*backward=*/true, fields[4])});
   }
   TORCH_CHECK_VALUE(shape.gates > 0 || !shape.recurrent, name, ": expected at least one gate");
-  TORCH_CHECK_VALUE(shape.output_state < shape.states, name, ": expected the output to be one of ",
-                    shape.states, " states, got ", shape.output_state);
+  for (const int state : outputs) {
+    TORCH_CHECK_VALUE(state < shape.states, name, ": expected the output to be one of ", shape.states,
+                      " states, got ", state);
+  }
 }
 
 int CellProgram::stages(bool backward) const {
@@ -177,7 +182,7 @@ std::vector<Formula> CellProgram::formulas_of(bool backward, std::string_view te
   std::vector<Formula> found;
   for (std::string_view rest = text;;) {
     const size_t end = rest.find(" | ");
-    found.emplace_back(name, shape, backward, rest.substr(0, end));
+    found.emplace_back(name, shape, outputs, backward, rest.substr(0, end));
     if (end == std::string_view::npos) break;
     rest.remove_prefix(end + 3);
   }

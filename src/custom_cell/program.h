@@ -1,12 +1,13 @@
 // A cell in the text form that the dispatcher carries, so that it can be traced and exported: the name of one
 // that is compiled with the package, or the text of another one. The text has three fields
 // (common/runtime/text.h): the cell's name; numbers, separated by commas; the C++ of its struct `Cell`
-// (recurrence/cell.h). The numbers are those of its CellShape except `wide`; then 1 if a unit of zeros stays
-// so, forward and backward, else 0; then `wide`, `resets_to_initial`, `affine` and `over_units`, which
-// programs of version 0.3 lack. If the cell has weights of its own, there follow `blocks`, `products_of_h`,
-// the most outputs of a call forward, the most inputs and outputs of one backward, and the numbers of each
-// product. Two more fields have the formulas forward and backward for the CPU (formula.h); programs of
-// version 0.3 and cells in C++ lack them.
+// (recurrence/cell.h). The numbers are those of its CellShape except `wide`, with the numbers of the states
+// that are outputs, separated by spaces, -1 being h; then 1 if a unit of zeros stays so, forward and
+// backward, else 0; then `wide`, `resets_to_initial`, `affine` and `over_units`, which programs of version
+// 0.3 lack. If the cell has weights of its own, there follow `blocks`, `products_of_h`, the most outputs of a
+// call forward, the most inputs and outputs of one backward, and the numbers of each product. Two more fields
+// have the formulas forward and backward for the CPU (formula.h); programs of version 0.3 and cells in C++
+// lack them.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -65,6 +66,7 @@ struct CellProgram {
 
   std::string text, name, code;
   CellShape shape;
+  std::vector<int> outputs = {-1};  // the states that are outputs; -1: h
   bool zeros_stay;
   std::vector<CellProduct> products = {};  // those of the previous h first, others by what they take
   const CompiledCell* compiled = nullptr;

@@ -19,9 +19,9 @@
 // An array that would have no elements has one, which is not used.
 //
 // In shapes, B is the batch, H the hidden size, N the rows of all steps (length * B if every step has the
-// whole batch), G = kGates, S = kStates, P = kParameters, K = kStepInputs. The first G saved values overwrite
-// the gates, unless these are wide; the other E have their own array. The backward of a cell without a
-// product reads the projections and h of every step again, so all that it saves is there.
+// whole batch), G = kGates, S = kStates, O = kOutputsOf, P = kParameters, K = kStepInputs. The first G saved
+// values overwrite the gates, unless these are wide; the other E have their own array. The backward of a cell
+// without a product reads the projections and h of every step again, so all that it saves is there.
 #pragma once
 
 #include "common/types.h"
@@ -45,7 +45,8 @@ struct CellShape {
   bool recurrent;           // whether there are products with h
   bool separate;            // whether the cell sees projections and products apart, or their sums
   bool reads_h;             // whether a unit reads its own previous h
-  int output_state;         // the state that is the output of a step; -1: h is
+  int outputs;              // values of a unit that a step outputs, of h and the states
+  bool outputs_h;           // whether h is the only one
   bool wide;                // whether the projections of half types are in float32
   bool resets_to_initial;   // whether a reset leads to the initial h and states, not to zeros
   bool affine;              // whether the new h, if the cell reads h, and states are affine in the old ones
@@ -70,7 +71,7 @@ struct CellShape {
   constexpr bool mixes_units() const { return over_units || products > 0; }
   constexpr int rows_of_weight_hh() const { return gates + blocks; }  // in hidden_size rows
   // Whether a step's output is not the h that the row's next step starts from.
-  constexpr bool has_output_apart() const { return output_state >= 0 || (resets_to_initial && recurrent); }
+  constexpr bool has_output_apart() const { return !outputs_h || (resets_to_initial && recurrent); }
 };
 
 struct CellDefaults {
@@ -129,6 +130,23 @@ LLTM_HOST_DEVICE constexpr int products_of_h() {
   }
 }
 
+// The outputs of a step: the state kOutputState, or kOutputs of them, each output_at(i), of a cell that has
+// several. -1 is h.
+template <class Cell, class = void>
+struct OutputsOf {
+  static constexpr int kCount = 1;
+  LLTM_HOST_DEVICE static constexpr int at(int) { return Cell::kOutputState; }
+};
+template <class Cell>
+struct OutputsOf<Cell, decltype(void(Cell::kOutputs))> {
+  static constexpr int kCount = Cell::kOutputs;
+  LLTM_HOST_DEVICE static constexpr int at(int i) { return Cell::output_at(i); }
+};
+template <class Cell>
+constexpr int kOutputsOf = OutputsOf<Cell>::kCount;
+template <class Cell>
+constexpr bool kOutputsH = kOutputsOf<Cell> == 1 && OutputsOf<Cell>::at(0) < 0;
+
 // Whether a cell sets kOverUnits: its functions read values over all units of a row, by CellInputs::units.
 template <class Cell, class = void>
 constexpr bool kIsOverUnits = false;
@@ -169,7 +187,8 @@ constexpr CellShape kCellShape = {Cell::kGates,
                                   Cell::kRecurrent,
                                   Cell::kSeparate,
                                   Cell::kReadsH,
-                                  Cell::kOutputState,
+                                  kOutputsOf<Cell>,
+                                  kOutputsH<Cell>,
                                   kIsWide<Cell>,
                                   kResetsToInitial<Cell>,
                                   kIsAffine<Cell>,
@@ -216,24 +235,18 @@ struct CellGradients {
   LLTM_HOST_DEVICE A product(int gate) const { return Cell::kSeparate ? r[gate] : x[gate]; }
 };
 
-// What the gradient of a step's output is added to.
+// What the gradient of a step's i-th output is added to.
 template <class Cell, typename A>
-LLTM_HOST_DEVICE A& gradient_of_output(A& grad_h, A* grad_states) {
-  if constexpr (Cell::kOutputState < 0) {
-    return grad_h;
-  } else {
-    return grad_states[Cell::kOutputState];
-  }
+LLTM_HOST_DEVICE A& gradient_of_output(A& grad_h, A* grad_states, int i) {
+  const int state = OutputsOf<Cell>::at(i);
+  return state < 0 ? grad_h : grad_states[state];
 }
 
-// The output of a step, given its h and states.
+// The i-th output of a step, given its h and states.
 template <class Cell, typename A>
-LLTM_HOST_DEVICE const A& output_of(const A& h, const A* states) {
-  if constexpr (Cell::kOutputState < 0) {
-    return h;
-  } else {
-    return states[Cell::kOutputState];
-  }
+LLTM_HOST_DEVICE const A& output_of(const A& h, const A* states, int i) {
+  const int state = OutputsOf<Cell>::at(i);
+  return state < 0 ? h : states[state];
 }
 
 // The rows of a step.
@@ -327,7 +340,7 @@ struct SequenceForwardArguments {
   T* extra;              // [N, E, H] the other saved values
   T* output;             // [N, H] h of every step or, with a product and resets to h0, what its row's next
                          // step starts from
-  T* output_apart;       // [N, H] the output of every step, if it is not that; else null
+  T* output_apart;       // [N, O, H] the outputs of every step, if they are not that; else null
   T* h_n;                // [B, H]
   void* states_n;        // [S, B, H]
 
@@ -362,7 +375,7 @@ struct SequenceBackwardArguments {
   const void* reset;     // [N] of bool or A, or null
   const T* gates;        // [N, G, H] as forward left them; without a product, projection_t
   const T* extra;        // [N, E, H]
-  const T* grad_output;  // [N, H] of h, or of the state kOutputState; or null for zeros
+  const T* grad_output;  // [N, O, H] of the outputs, or null for zeros
   T* grad_gates;         // [rows, G, H]; if the cell sees projections and products apart, of the products
   T* grad_projections;   // [rows, G, H] of the projections, in that case; else not written
   T* grad_h;             // [B, H] after these steps; replaced by that before them

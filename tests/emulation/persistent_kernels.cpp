@@ -212,7 +212,7 @@ struct Inputs {
     h0 = random.values(of_batch, 0, 0.5, round);
     states0 = random.values(cell.states * of_batch, 0.6, 0.4, round_state);
     gates = random.values(cell.gates * of_rows, 0, 1, round);
-    grad_output = random.values(of_rows, 0, 1, round);
+    grad_output = random.values(cell.outputs * of_rows, 0, 1, round);
     grad_h_n = random.values(of_batch, 0, 1, round);
     grad_states_n = random.values(cell.states * of_batch, 0, 1, rounded<float>);
     if (!c.from_zeros) return;
@@ -241,7 +241,7 @@ class Reference {
   void forward() {
     h = in_.h0, states = in_.states0;
     output.resize(steps_.rows() * c_.hidden);
-    if (kShape.has_output_apart()) output_apart = output;
+    if (kShape.has_output_apart()) output_apart.resize(kShape.outputs * output.size());
     saved.resize(steps_.rows() * kShape.saved * c_.hidden);
     for (int step = 0; step < c_.length; ++step) {
       const StepRows rows = steps_.at(step), before = steps_.at(step - 1);
@@ -404,8 +404,8 @@ class Reference {
     if (!kIsAffine<Cell>) new_h = precision_.value(new_h);
     h[at(b, 1, 0) + unit] = output[at(row, 1, 0) + unit] = new_h;
     for (int s = 0; s < kShape.states; ++s) states[state_at(s, b) + unit] = of_unit[s];
-    if constexpr (kShape.has_output_apart()) {
-      output_apart[at(row, 1, 0) + unit] = output_of<Cell>(new_h, of_unit);
+    for (int o = 0; o < kShape.outputs && kShape.has_output_apart(); ++o) {
+      output_apart[at(row, kShape.outputs, o) + unit] = output_of<Cell>(new_h, of_unit, o);
     }
     for (int v = 0; v < kShape.saved; ++v) saved[at(row, kShape.saved, v) + unit] = to_save[v];
   }
@@ -447,8 +447,9 @@ class Reference {
     for (int s = 0; s < kShape.states; ++s) of_unit[s] = grad_states[state_at(s, b) + unit];
     CellGradients<Cell, double> grads = {};
     double of_h = grad_h[at(b, 1, 0) + unit];
-    (kShape.output_state >= 0 ? of_unit[std::max(kShape.output_state, 0)] : of_h) +=
-        in_.grad_output[at(row, 1, 0) + unit];
+    for (int o = 0; o < kShape.outputs; ++o) {
+      gradient_of_output<Cell>(of_h, of_unit, o) += in_.grad_output[at(row, kShape.outputs, o) + unit];
+    }
     if constexpr (kProductsOf<Cell> > 0) {
       const OwnProducts<true> products = {*this, unit, row};
       Cell::template backward<ExactMath>(from_save, in, of_h, of_unit, grads, products);
@@ -590,7 +591,7 @@ class Kernels {
     gates = narrowed<T>(inputs.gates);
     extra = unwritten<T>(rows * kExtra * hidden);
     output = unwritten<T>(rows * hidden);
-    if (kShape.has_output_apart()) output_apart = output;
+    if (kShape.has_output_apart()) output_apart = unwritten<T>(kShape.outputs * output.size());
     h_n = unwritten<T>(c.batch * hidden);
     states_n = unwritten<State>(states0_.size());
     grad_gates = unwritten<T>(rows * kGates * hidden);

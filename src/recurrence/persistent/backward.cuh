@@ -10,7 +10,7 @@ namespace lltm_ext {
 
 template <class Config>
 constexpr int kBackwardPlanes =
-    Config::Cell::kSaved + Config::Cell::kStepInputs + 1 +
+    Config::Cell::kSaved + Config::Cell::kStepInputs + kOutputsOf<typename Config::Cell> +
     (Config::kThrough == ExchangeThrough::kL2 ? Config::kGates + kProductsOf<typename Config::Cell> : 0);
 
 template <class Config>
@@ -38,7 +38,7 @@ class PersistentBackward
     arrays.add(args_.gates, kGates, kSavedInGates);
     if constexpr (kExtra > 0) arrays.add(args_.extra, kExtra);
     if constexpr (Cell::kStepInputs > 0) arrays.add(args_.step_inputs, Cell::kStepInputs);
-    arrays.add(args_.grad_output, 1);
+    arrays.add(args_.grad_output, kStepOutputs);
     if (Exchange::kThroughL2) arrays.add(args_.grad_gates - args_.first_row * kGates * width(), kGates);
     if constexpr (Base::kCalls > 0) {
       Base::given_ = args_.grad_products - args_.first_row * kProductsOf<Cell> * width();
@@ -47,6 +47,7 @@ class PersistentBackward
   }
 
  private:
+  static constexpr int kStepOutputs = kOutputsOf<Cell>;
   static constexpr bool kSendsLastStep = true;  // the gradient of h before the first step needs it
 
   __device__ __forceinline__ int steps() const { return args_.end - args_.begin; }
@@ -64,7 +65,7 @@ class PersistentBackward
 
   // What backward needs for one pair in a step, and where it is.
   struct Inputs {
-    Pair<T> saved[at_least_one(Cell::kSaved)], steps[kStepInputs], grad_output;
+    Pair<T> saved[at_least_one(Cell::kSaved)], steps[kStepInputs], grad_output[kStepOutputs];
     Reset reset;
   };
   struct InputAddresses {
@@ -74,14 +75,14 @@ class PersistentBackward
       gates += rows * width * kGates;
       extra += rows * width * kExtra;
       steps += rows * width * Cell::kStepInputs;
-      grad_output += rows * width;
+      grad_output += rows * width * kStepOutputs;
       reset += rows;
     }
   };
   __device__ __forceinline__ InputAddresses inputs_at(int64_t row, int j) const {
     return {args_.gates + row * kGates * width() + j, args_.extra + row * kExtra * width() + j,
-            args_.step_inputs + row * Cell::kStepInputs * width() + j, args_.grad_output + row * width() + j,
-            resets() + row};
+            args_.step_inputs + row * Cell::kStepInputs * width() + j,
+            args_.grad_output + row * kStepOutputs * width() + j, resets() + row};
   }
   __device__ __forceinline__ void load(Inputs& inputs, const InputAddresses& at) const {
     if constexpr (Config::kHasResets) inputs.reset = *at.reset;
@@ -91,7 +92,11 @@ class PersistentBackward
           read_pair(v < kSavedInGates ? at.gates + v * width() : at.extra + (v - kSavedInGates) * width());
     }
     Base::load_step_inputs(inputs.steps, at.steps);
-    inputs.grad_output = has_grad_output_ ? read_pair(at.grad_output) : Pair<T>::of(0, 0);
+    const T* gradient = at.grad_output;
+#pragma unroll
+    for (int o = 0; o < kStepOutputs; ++o, gradient += width()) {
+      inputs.grad_output[o] = has_grad_output_ ? read_pair(gradient) : Pair<T>::of(0, 0);
+    }
   }
 
   using Gradients = CellGradients<Cell, float>[2];  // one for each unit of a pair
@@ -368,7 +373,7 @@ class PersistentBackward
     }
   }
 
-  // What a step of both units reads. Returns the gradient of h with that of the output, if it is that.
+  // What a step of both units reads. Returns the gradient of h with that of the output, if it is one.
   __device__ __forceinline__ float2 load_pair(CellInputs<Cell, float> (&in)[2],
                                               float (&saved)[2][at_least_one(Cell::kSaved)],
                                               float (&of_unit)[2][at_least_one(kStates)], int i,
@@ -380,8 +385,11 @@ class PersistentBackward
       saved[0][v] = value.x;
       saved[1][v] = value.y;
     }
-    float2& of_output = gradient_of_output<Cell>(grad_h, grad_states);
-    of_output = add(of_output, inputs_[i].grad_output.widen());
+#pragma unroll
+    for (int o = 0; o < kStepOutputs; ++o) {
+      float2& of_output = gradient_of_output<Cell>(grad_h, grad_states, o);
+      of_output = add(of_output, inputs_[i].grad_output[o].widen());
+    }
 #pragma unroll
     for (int s = 0; s < kStates; ++s) of_unit[0][s] = grad_states[s].x, of_unit[1][s] = grad_states[s].y;
     return grad_h;

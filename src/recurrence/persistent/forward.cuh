@@ -209,7 +209,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   // Saves the step's values and moves on to the next step, if any are left.
   __device__ __forceinline__ void prepare_pair(int i, int left) {
     OneTilePair& p = pairs_[i];
-    if (p.exists) store_output_apart(p.to, p.h, p.states);
+    if (p.exists) store_output_apart(p.to, unit(i), p.h, p.states);
     if (saves_ && p.exists) save(p.to, p.saved);
     p.to.move(to_next_, width());
     if constexpr (kResetsAhead) {
@@ -294,7 +294,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       const float2 next_h = resets ? Base::after_reset(reset, h, first_h(at)) : h;
       const Addresses to = addresses(current.first + b, j);
       Base::exchange(to.output, next_h, next_h, true, i, 0);
-      store_output_apart(to, h, states);
+      store_output_apart(to, j, h, states);
       if (saves_) save(to, saved);
       if (!goes_on) store_last(at, h, states);
       if (resets) reset_states(reset, at, states);
@@ -330,11 +330,16 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
     }
   }
 
-  __device__ __forceinline__ void store_output_apart(const Addresses& to, float2 h,
+  __device__ __forceinline__ void store_output_apart(const Addresses& to, int j, float2 h,
                                                      const States& states) const {
     if constexpr (Config::kShape.cell.has_output_apart()) {
-      const float2 y = output_of<Cell>(h, states);
-      write_pair(args_.output_apart + (to.output - args_.output), y.x, y.y);
+      constexpr int kCount = kOutputsOf<Cell>;
+      T* const at = args_.output_apart + (to.output - args_.output) * kCount - (kCount - 1) * j;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const float2 y = output_of<Cell>(h, states, i);
+        write_pair(at + i * width(), y.x, y.y);
+      }
     }
   }
 

@@ -259,7 +259,7 @@ class RowPerBlockForward : RowPerBlock<Config> {
       gates += of_plane * kGates;
       extra += of_plane * kExtra;
       output += of_plane;
-      output_apart += of_plane;
+      output_apart += of_plane * kOutputsOf<Cell>;
       steps += of_plane * Cell::kStepInputs;
       reset += rows;
     }
@@ -268,7 +268,7 @@ class RowPerBlockForward : RowPerBlock<Config> {
     return {plane(args_.template projections<Cell>(), row, kGates, 0),
             plane(args_.extra, row, kExtra, 0),
             plane(args_.output, row, 1, 0),
-            plane(args_.output_apart, row, 1, 0),
+            plane(args_.output_apart, row, kOutputsOf<Cell>, 0),
             plane(args_.step_inputs, row, Cell::kStepInputs, 0),
             static_cast<const Reset*>(args_.reset) + row};
   }
@@ -325,7 +325,10 @@ class RowPerBlockForward : RowPerBlock<Config> {
                                         const float (&saved)[at_least_one(Cell::kSaved)]) const {
     *at.output = narrow<T>(kToInitial ? next_h : h);
     if constexpr (Config::kShape.cell.has_output_apart()) {
-      *at.output_apart = narrow<T>(output_of<Cell>(h, states));
+#pragma unroll
+      for (int o = 0; o < kOutputsOf<Cell>; ++o) {
+        at.output_apart[o * hidden_] = narrow<T>(output_of<Cell>(h, states, o));
+      }
     }
     if (!saves_) return;
 #pragma unroll
@@ -369,7 +372,7 @@ class RowPerBlockBackward : RowPerBlock<Config> {
     prefetcher.add(args_.gates, ahead, kGates, kSavedInGates);
     prefetcher.add(args_.extra, ahead, kExtra, kExtra);
     prefetcher.add(args_.step_inputs, ahead, Cell::kStepInputs, Cell::kStepInputs);
-    prefetcher.add(args_.grad_output, ahead, 1, 1);
+    prefetcher.add(args_.grad_output, ahead, kOutputsOf<Cell>, kOutputsOf<Cell>);
     Addresses at = addresses(args_.steps.at(args_.end - 1).first + row_);
     Inputs next;
     if (exists()) {
@@ -410,7 +413,7 @@ class RowPerBlockBackward : RowPerBlock<Config> {
 
   // What a step reads, and where it is.
   struct Inputs {
-    T saved[at_least_one(Cell::kSaved)], steps[kStepInputs], grad_output;
+    T saved[at_least_one(Cell::kSaved)], steps[kStepInputs], grad_output[kOutputsOf<Cell>];
     Reset reset;
   };
   struct Addresses {
@@ -422,7 +425,7 @@ class RowPerBlockBackward : RowPerBlock<Config> {
       gates += of_plane * kGates;
       extra += of_plane * kExtra;
       steps += of_plane * Cell::kStepInputs;
-      grad_output += of_plane;
+      grad_output += of_plane * kOutputsOf<Cell>;
       reset += rows;
       grad_gates += of_plane * kGates;
       grad_projections += of_plane * kGates;
@@ -433,7 +436,7 @@ class RowPerBlockBackward : RowPerBlock<Config> {
     return {plane(args_.gates, row, kGates, 0),
             plane(args_.extra, row, kExtra, 0),
             plane(args_.step_inputs, row, Cell::kStepInputs, 0),
-            plane(args_.grad_output, row, 1, 0),
+            plane(args_.grad_output, row, kOutputsOf<Cell>, 0),
             static_cast<const Reset*>(args_.reset) + row,
             plane(args_.grad_gates, written, kGates, 0),
             plane(args_.grad_projections, written, kGates, 0)};
@@ -444,7 +447,11 @@ class RowPerBlockBackward : RowPerBlock<Config> {
       inputs.saved[v] = v < kSavedInGates ? at.gates[v * hidden_] : at.extra[(v - kSavedInGates) * hidden_];
     }
     Base::load_step_inputs(inputs.steps, at.steps);
-    inputs.grad_output = has_grad_output_ ? *at.grad_output : T();
+    const T* gradient = at.grad_output;
+#pragma unroll
+    for (int o = 0; o < kOutputsOf<Cell>; ++o, gradient += hidden_) {
+      inputs.grad_output[o] = has_grad_output_ ? *gradient : T();
+    }
     if constexpr (Config::kHasResets) inputs.reset = *at.reset;
   }
 
@@ -465,7 +472,10 @@ class RowPerBlockBackward : RowPerBlock<Config> {
   __device__ __forceinline__ void run_cell(const Inputs& inputs, float grad_h,
                                            CellGradients<Cell, float>& grads) {
     Base::set_step_inputs(inputs.steps);
-    gradient_of_output<Cell>(grad_h, grad_states_) += widen(inputs.grad_output);
+#pragma unroll
+    for (int o = 0; o < kOutputsOf<Cell>; ++o) {
+      gradient_of_output<Cell>(grad_h, grad_states_, o) += widen(inputs.grad_output[o]);
+    }
     float saved[at_least_one(Cell::kSaved)];
 #pragma unroll
     for (int v = 0; v < Cell::kSaved; ++v) saved[v] = widen(inputs.saved[v]);

@@ -73,7 +73,7 @@ template <class Cell, typename T_, int kRows, bool kHasResets = false>
 struct FusedForwardStep {
   using T = T_;
   static constexpr int kGates = Cell::kGates, kExtra = kCellShape<Cell>.extra(), kStates = Cell::kStates,
-                       kSavedInGates = kCellShape<Cell>.saved_in_gates();
+                       kSavedInGates = kCellShape<Cell>.saved_in_gates(), kOutputs = kOutputsOf<Cell>;
   static constexpr FusedStepShape kShape = {kGates, kRows, /*backward=*/false};
   static constexpr int kUnits = kShape.units();
   using Mainloop = hopper::Mainloop<T, kRows, kShape.columns(), kShape.stages(), false, false>;
@@ -177,7 +177,10 @@ struct FusedForwardStep {
       for (int i = 0; i < Cell::kSaved; ++i) saved[i][e] = kept[i];
     }
     if constexpr (kCellShape<Cell>.has_output_apart()) {
-      store(s.output_apart + at * s.hidden + unit, output_of<Cell>(h, states));
+#pragma unroll
+      for (int o = 0; o < kOutputs; ++o) {
+        store(s.output_apart + (at * kOutputs + o) * s.hidden + unit, output_of<Cell>(h, states, o));
+      }
     }
     if (kToInitial && inputs.lost != 0) reset(s, state, inputs.lost, h, states);
 #pragma unroll
@@ -219,7 +222,7 @@ template <class Cell, typename T_, int kRows, bool kHasResets = false>
 struct FusedBackwardStep {
   using T = T_;
   static constexpr int kGates = Cell::kGates, kExtra = kCellShape<Cell>.extra(), kStates = Cell::kStates,
-                       kSavedInGates = kCellShape<Cell>.saved_in_gates();
+                       kSavedInGates = kCellShape<Cell>.saved_in_gates(), kOutputs = kOutputsOf<Cell>;
   static constexpr FusedStepShape kShape = {kGates, kRows, /*backward=*/true};
   static constexpr int kUnits = kShape.units();
   using Mainloop = hopper::Mainloop<T, kRows, kShape.columns(), kShape.stages(), false, false>;
@@ -232,7 +235,7 @@ struct FusedBackwardStep {
   }
 
   struct Inputs {
-    Four<T> saved[at_least_one(Cell::kSaved)], grad_output, grad_h;
+    Four<T> saved[at_least_one(Cell::kSaved)], grad_output[kOutputs], grad_h;
     Four<float> grad_states[at_least_one(kStates)], grad_own_h;
     StepConstants<Cell, T> constants;
     float lost, later_lost;  // the shares that the row lost before this step, and the one computed before it
@@ -250,7 +253,10 @@ struct FusedBackwardStep {
       for (int e = 0; e < kExtra; ++e) {
         saved[kSavedInGates + e] = load(s.extra + (at * kExtra + e) * s.hidden + unit);
       }
-      if (s.grad_output) grad_output = load(s.grad_output + at * s.hidden + unit);
+#pragma unroll
+      for (int o = 0; o < kOutputs; ++o) {
+        if (s.grad_output) grad_output[o] = load(s.grad_output + (at * kOutputs + o) * s.hidden + unit);
+      }
 #pragma unroll
       for (int i = 0; i < kStates; ++i) grad_states[i] = load(s.grad_states + state_at(s, i, state));
       if constexpr (Cell::kReadsH) grad_own_h = load(s.grad_own_h + state);
@@ -299,8 +305,11 @@ struct FusedBackwardStep {
       for (int i = 0; i < Cell::kSaved; ++i) saved[i] = widen(inputs.saved[i].data[e]);
 #pragma unroll
       for (int i = 0; i < kStates; ++i) mine[i] = inputs.grad_states[i].data[e];
-      float& of_output = gradient_of_output<Cell>(grad_h[e], mine);
-      if (s.grad_output) of_output += widen(inputs.grad_output.data[e]);
+#pragma unroll
+      for (int o = 0; o < kOutputs; ++o) {
+        float& of_output = gradient_of_output<Cell>(grad_h[e], mine, o);
+        if (s.grad_output) of_output += widen(inputs.grad_output[o].data[e]);
+      }
       if constexpr (Cell::kReadsH) grad_h[e] += inputs.grad_own_h.data[e];
       Cell::template backward<typename MathOf<T>::type>(saved, in, grad_h[e], mine, grads[e]);
 #pragma unroll

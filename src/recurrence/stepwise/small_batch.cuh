@@ -87,7 +87,7 @@ struct SmallBatchForward {
     step.old_h = old_h(b);
     step.h = s.h_n;
     step.output = s.output + first * hidden;
-    step.output_apart = s.output_apart + first * hidden;
+    step.output_apart = s.output_apart + first * kOutputsOf<Cell> * hidden;
     if (s.save) {
       step.saved = Gates<float>::row_major(gates, kProducts, hidden);
       step.extra = s.extra + first * kExtra * hidden;
@@ -108,7 +108,7 @@ template <class Cell>
 struct SmallBatchBackward {
   using Arguments = SequenceBackwardArguments<float>;
   static constexpr int kGates = Cell::kGates, kExtra = kCellShape<Cell>.extra(),
-                       kSums = kCellShape<Cell>.sums(), kProducts = 1;
+                       kSums = kCellShape<Cell>.sums(), kProducts = 1, kOutputs = kOutputsOf<Cell>;
 
   const Arguments& s;
   const StepRows rows, later;  // those of this step, and of the one computed before it
@@ -134,7 +134,7 @@ struct SmallBatchBackward {
     f(s.gates + rows.first * kGates * s.hidden, rows.count * kGates);
     f(s.extra + rows.first * kExtra * s.hidden, rows.count * kExtra);
     f(s.step_inputs + rows.first * Cell::kStepInputs * s.hidden, rows.count * Cell::kStepInputs);
-    if (s.grad_output) f(s.grad_output + rows.first * s.hidden, rows.count);
+    if (s.grad_output) f(s.grad_output + rows.first * kOutputs * s.hidden, rows.count * kOutputs);
   }
 
   __device__ void finish(int b, int unit, const float (&products)[1]) const {
@@ -156,7 +156,8 @@ struct SmallBatchBackward {
     step.step_inputs = s.step_inputs + first * Cell::kStepInputs * hidden;
     step.resets = s.resets().from(first);
     step.grad_initial = s.grad_initial;
-    step.grad_output = {s.grad_output ? s.grad_output + first * hidden : nullptr, hidden, 1};
+    const int64_t outputs = kOutputs * hidden;
+    step.grad_output = {s.grad_output ? s.grad_output + first * outputs : nullptr, outputs, 1};
     step.grad_own_h = s.grad_own_h;
     step.grad_new_states = {s.grad_states, hidden, 1};
     step.grad_old_states = s.grad_states;

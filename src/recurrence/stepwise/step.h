@@ -57,7 +57,7 @@ struct StepForwardArguments {
   const T* old_h;   // [B, H] the previous h, if the cell reads it
   T* h;             // [B, H] the new h; may be old_h
   T* output;        // [B, H] a second copy of it, or null
-  T* output_apart;  // [B, H] the step's output, if it is not that
+  T* output_apart;  // [B, O, H] the step's outputs, if they are not that
   Gates<T> saved;   // [B, G, H] the first G saved values; may be `gates`, or null
   T* extra;         // [B, E, H] the other saved values, or null
   // Of a cell with further products (CellShape::products): those of the step's stages before this one
@@ -77,7 +77,7 @@ struct StepBackwardArguments {
   Resets<acc_t<T>> resets;             // [B] before this step; grad_h is already scaled by the later step's
   acc_t<T>* grad_initial;              // 1 + S times [B, H], each state_stride after the one before, += the
                                        // gradients of h0 and states0 through resets to them; or null
-  StridedGradient<T> grad_output;      // [B, H] gradient of h, or the state kOutputState, from outside
+  StridedGradient<T> grad_output;      // [B, O * H] gradients of the outputs, from outside
   const T* grad_h;                     // [B, H] gradient of h from the next step's products, or null
   acc_t<T>* grad_own_h;                // [B, H] that from its cell; replaced by this step's; or null
   StridedGradient<C> grad_new_states;  // S times [B, H]
@@ -206,8 +206,10 @@ LLTM_HOST_DEVICE void step_unit(const StepForwardArguments<T, C>& s, int64_t b, 
   acc_t<T> saved[at_least_one(Cell::kSaved)], states[at_least_one(Cell::kStates)];
   load_old(s, b, j, in, states);
   acc_t<T> h = Cell::template forward<Math>(in, states, saved);
-  if constexpr (kCellShape<Cell>.has_output_apart())
-    s.output_apart[at] = narrow<T>(output_of<Cell>(h, states));
+  for (int i = 0; i < kOutputsOf<Cell> && kCellShape<Cell>.has_output_apart(); ++i) {
+    s.output_apart[at + (b * (kOutputsOf<Cell> - 1) + i) * s.hidden] =
+        narrow<T>(output_of<Cell>(h, states, i));
+  }
   if (s.output && !Cell::kRecurrent) s.output[at] = narrow<T>(h);
   if constexpr (kResetsToInitial<Cell>) {
     if (b < s.next_batch) reset_unit<Cell>(s, b, at, h, states);
@@ -312,7 +314,9 @@ LLTM_HOST_DEVICE void load_for_backward(const StepBackwardArguments<T, C, Extra>
   load_step_constants<Cell>(s, b, j, in);
   if constexpr (!Cell::kRecurrent) load_step_inputs<Cell>(s, b, j, in);
   for (int i = 0; i < Cell::kStates; ++i) grad_states[i] = s.grad_new_states.at(b, j, i * s.state_stride);
-  gradient_of_output<Cell>(grad_h, grad_states) += s.grad_output.at(b, j);
+  for (int i = 0; i < kOutputsOf<Cell>; ++i) {
+    gradient_of_output<Cell>(grad_h, grad_states, i) += s.grad_output.at(b, i * s.hidden + j);
+  }
   for (int g = 0; g < kGates; ++g) saved[g] = widen(s.saved.at(b, g, j));
   for (int e = 0; e < kExtra; ++e) saved[kGates + e] = widen(s.extra[(b * kExtra + e) * s.hidden + j]);
   if constexpr (Cell::kReadsH) grad_h += s.grad_own_h[b * s.hidden + j];

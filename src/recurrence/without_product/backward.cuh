@@ -28,7 +28,7 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kBl
   static constexpr int kSums = Base::kShape.sums();
   static constexpr int kReadGates = count_backward_gates<Cell>();
   // The values that a step reads besides projections: the previous h, if the cell reads it; then these.
-  static constexpr int kGradOutput = Cell::kBackwardReadsH, kFirstSaved = kGradOutput + 1,
+  static constexpr int kGradOutput = Cell::kBackwardReadsH, kFirstSaved = kGradOutput + kOutputsOf<Cell>,
                        kFirstStep = kFirstSaved + kSaved, kRead = kFirstStep + kStepInputs;
 
   using Arguments = SequenceBackwardArguments<T>;
@@ -94,7 +94,8 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kBl
   struct Source {
     const IndependentBackward& units;
     Rows<const projection_t<Cell, T>, kGates> projections;
-    Rows<const T, 1> previous, grad_output;
+    Rows<const T, 1> previous;
+    Rows<const T, kOutputsOf<Cell>> grad_output;
     Rows<const T, kSaved> saved;
     Rows<const T, kStepInputs> steps;
 
@@ -119,7 +120,12 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kBl
     __device__ void read(int n, Inputs& inputs, const F& f) const {
       for_gates([&](int g, int i) { f(inputs.Projections::of[i], projections.plane(g)); });
       if constexpr (Cell::kBackwardReadsH) f(inputs.Others::of[0], previous.plane(0));
+      // Outside the loop: within it, the compiler would order the loads of a single output otherwise.
       if (units.args_.grad_output) f(inputs.Others::of[kGradOutput], grad_output.plane(0));
+#pragma unroll
+      for (int o = 1; o < kOutputsOf<Cell>; ++o) {
+        if (units.args_.grad_output) f(inputs.Others::of[kGradOutput + o], grad_output.plane(o));
+      }
 #pragma unroll
       for (int v = 0; v < kSaved; ++v) f(inputs.Others::of[kFirstSaved + v], saved.plane(v));
 #pragma unroll
@@ -213,7 +219,10 @@ class IndependentBackward : public IndependentUnits<Cell, T, kUnits, kDense, kBl
   __device__ void step(const Inputs& inputs, const Saved& saved, CellGradients<Cell, A> (&grads)[kUnits]) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      gradient_of_output<Cell>(h_[u], states_[u]) += widen(inputs.Others::of[kGradOutput].data[u]);
+#pragma unroll
+      for (int o = 0; o < kOutputsOf<Cell>; ++o) {
+        gradient_of_output<Cell>(h_[u], states_[u], o) += widen(inputs.Others::of[kGradOutput + o].data[u]);
+      }
       Cell::template backward<Math>(saved[u], in_[u], h_[u], states_[u], grads[u]);
       h_[u] = grads[u].h;
     }

@@ -72,12 +72,14 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kBlo
     __device__ void replace(int, int, F&&) const {}
   };
 
-  // What a step writes: h, the output if it is apart, what is saved.
-  static constexpr int kFirstSaved = 1 + Base::kShape.has_output_apart();
+  // What a step writes: h, the outputs if they are apart, what is saved.
+  static constexpr int kOutputsApart = Base::kShape.has_output_apart() ? kOutputsOf<Cell> : 0,
+                       kFirstSaved = 1 + kOutputsApart;
   using Results = Several<Values, kFirstSaved + kSaved, 3>;
   struct Sink {
     const bool saves;
-    Rows<T, 1> output, output_apart;
+    Rows<T, 1> output;
+    Rows<T, kOutputsOf<Cell>> output_apart;
     Rows<T, kSaved> extra;
 
     __device__ Sink(const IndependentForward& units, int begin)
@@ -92,7 +94,10 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kBlo
     }
     __device__ void write(const Results& results) const {
       Base::write(output.plane(0), results.of[0]);
-      if constexpr (Base::kShape.has_output_apart()) Base::write(output_apart.plane(0), results.of[1]);
+      // Outside the loop: within it, the compiler would order the stores of a single output otherwise.
+      if constexpr (kOutputsApart > 0) Base::write(output_apart.plane(0), results.of[1]);
+#pragma unroll
+      for (int o = 1; o < kOutputsApart; ++o) Base::write(output_apart.plane(o), results.of[1 + o]);
       if (!saves) return;
 #pragma unroll
       for (int v = 0; v < kSaved; ++v) Base::write(extra.plane(v), results.of[kFirstSaved + v]);
@@ -113,8 +118,9 @@ class IndependentForward : public IndependentUnits<Cell, T, kUnits, kDense, kBlo
   }
   __device__ void set_outputs(Results& results) const {
     results.of[0] = Base::narrowed([&](int u) { return h_[u]; });
-    if constexpr (Base::kShape.has_output_apart()) {
-      results.of[1] = Base::narrowed([&](int u) { return output_of<Cell>(h_[u], states_[u]); });
+#pragma unroll
+    for (int o = 0; o < kOutputsApart; ++o) {
+      results.of[1 + o] = Base::narrowed([&](int u) { return output_of<Cell>(h_[u], states_[u], o); });
     }
   }
   __device__ void step(const Inputs& inputs, Saved& saved) {

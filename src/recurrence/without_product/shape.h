@@ -63,7 +63,7 @@ struct UnitTiles {
 constexpr int64_t independent_step_bytes(const CellShape& cell, int units, int value_bytes, bool backward,
                                          bool dense) {
   const int sum_bytes = value_bytes == 8 ? 8 : 4, projection_bytes = cell.wide ? sum_bytes : value_bytes,
-            others = cell.step_inputs + (backward ? cell.saved + 2 : 0);
+            others = cell.step_inputs + (backward ? cell.saved + 1 + cell.outputs : 0);
   const int64_t bytes = int64_t{units} * (cell.gates * projection_bytes + others * value_bytes) +
                         (dense ? 0 : sum_bytes),
                 aligned_to = units * sum_bytes;
