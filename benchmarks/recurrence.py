@@ -279,6 +279,19 @@ class OfTorchrl(nn.Module):
 TORCHRL = "torchrl's DreamerV3BlockGRU"
 
 
+def why_no_torchrl(device: torch.device) -> str:
+    """Why its kernels cannot run here, or nothing."""
+    if not importlib.util.find_spec("torchrl"):
+        return "it is not installed"
+    from triton.compiler.errors import CompilationError
+
+    try:
+        OfTorchrl(64, 8, device)(torch.randn(2, 2, 64, device=device))
+    except CompilationError as error:
+        return f"this version of Triton does not compile them: {str(error).splitlines()[-1]}"
+    return ""
+
+
 def measure_blocks(bench: Bench, shape: Shape, precision: str) -> Row:
     dtype, hidden, blocks = dtype_of(precision), shape[2], 8
     layers: dict[str, tuple[nn.Module, dict[str, Any]]] = {
@@ -533,11 +546,11 @@ def main() -> None:
             rows += [compare(bench, c, shape, precision) for precision in c.precisions]
     for looped in LOOPED if not args.small else ():
         rows += [measure_looped(bench, looped, shape) for shape in looped.grid]
-    if importlib.util.find_spec("torchrl"):
-        shape = (4, 4, 16) if args.small else (16, 64, 512)
-        rows += [measure_blocks(bench, shape, precision) for precision in ("bfloat16", "float32")]
+    shape = (4, 4, 16) if args.small else (16, 64, 512)
+    if reason := why_no_torchrl(bench.device):
+        print(f"not measured: torchrl's kernels, because {reason}")
     else:
-        print("not measured: torchrl's kernels, because it is not installed")
+        rows += [measure_blocks(bench, shape, precision) for precision in ("bfloat16", "float32")]
     if importlib.util.find_spec("snntorch"):
         rows.append(measure_spikes(bench, (4, 4, 16) if args.small else (256, 100, 128), 700))
     else:

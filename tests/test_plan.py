@@ -26,8 +26,8 @@ int main(int count, char** questions) {
     int n[21];
     char* at = questions[i];
     for (int& value : n) value = std::strtol(at, &at, 10), ++at;
-    const CellShape cell = {n[5], n[11], /*saved=*/n[5] + 1, 0, 0, n[14] != 0, false, false, -1,
-                            false, false, n[17] != 0, n[18] != 0, n[20], n[20], n[20], 0,
+    const CellShape cell = {n[5], n[11], /*saved=*/n[5] + 1, 0, 0, n[14] != 0, false, false,
+                            1, true, false, false, n[17] != 0, n[18] != 0, n[20], n[20], n[20], 0,
                             {0, n[20] > 0, n[20]}, {0, n[20], n[20] > 0}};
     const Problem problem = {cell, n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[12], n[13] != 0,
                              n[15] != 0, n[16], n[19]};
