@@ -245,7 +245,7 @@ class PersistentBackward
 
   // Computes and stores the gradients of the states before the first step.
   __device__ __forceinline__ void end_one_tile(const RowSource<T>& source) {
-    const float* const sums = Base::multiply_tile(Base::buffer_of(steps(), 0), source);
+    const float* const sums = Base::multiply_tile(Base::product_of(steps(), 0) & 1, source);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const OneTilePair& p = pairs_[i];

@@ -180,10 +180,8 @@ class PersistentSteps {
       }
     }
   }
-  // Two buffers of partial sums alternate, also between the products of a step.
-  __device__ static __forceinline__ int buffer_of(int step, int product) {
-    return (step * (1 + kCalls) + product) & 1;
-  }
+  // The number of a product among those of all steps. Two buffers of partial sums alternate between them.
+  __device__ static __forceinline__ int product_of(int step, int call) { return step * (1 + kCalls) + call; }
   // The block's product of a tile, as partial sums that all threads may then read.
   __device__ __forceinline__ const float* multiply_tile(int buffer, const RowSource<T>& source) {
     exchange_.start(source);
@@ -328,7 +326,7 @@ class PersistentSteps {
             map_.end_row - map_.first_row);
       }
     }
-    float* const sums = sums_ + buffer_of(step_, 1 + kCall) * Sums::kSize;
+    float* const sums = sums_ + (product_of(step_, 1 + kCall) & 1) * Sums::kSize;
     Sums::write(sums, products, map_);
     __syncthreads();
     return sums;
@@ -364,7 +362,7 @@ class PersistentSteps {
     if constexpr (!kIsSame<CallExchange, NoUnits>) call_exchange_.begin();
     prefetcher_.begin(self.rows_of(kStepsAhead).first, map_.end_row);
     for (int n = 0; n < steps; ++n) {
-      const float* const sums = multiply_tile(buffer_of(n, 0), source);
+      const float* const sums = multiply_tile((kCalls > 0 ? product_of(n, 0) : n) & 1, source);
       source = self.next_source(source);
       if constexpr (kCalls > 0) step_ = n, step_row_ = self.given_row(n);
       if constexpr (Config::kShape.cell.mixes_units()) {
