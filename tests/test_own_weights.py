@@ -219,7 +219,9 @@ def test_a_step_may_have_many_products_and_parameters():
 @pytest.mark.parametrize("dtype", [*TYPES, DOUBLE])
 @every_cell
 def test_values_and_gradients_equal_the_loop_on_a_gpu(cell, dtype, hidden):
-    Example(cell, dtype, length=4, batch=3, hidden=hidden, device="cuda").check()
+    example = Example(cell, dtype, length=4, batch=3, hidden=hidden, device="cuda")
+    example.check()
+    example.check(algorithm="stepwise")
 
 
 @needs_cuda

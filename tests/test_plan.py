@@ -39,8 +39,8 @@ int main(int count, char** questions) {
     const PersistentVariant variant = plan.variant < 0 ? PersistentVariant() : variants[plan.variant];
     const GroupGrid& grid = plan.grid;
     const char* algorithm = names[static_cast<int>(plan.algorithm)];
-    std::printf("%s|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks,
-                grid.groups, grid.rows, plan.why_not.c_str(), variant.on_hopper_only, variant.tf32,
+    std::printf("%s|%d|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks,
+                grid.groups, plan.most_groups, grid.rows, plan.why_not.c_str(), variant.on_hopper_only, variant.tf32,
                 variant.row_per_block, plan.independent, plan.tiles.threads, plan.tiles.units,
                 plan.fused_step.rows, plan.fused_step.split_k, plan.small_batch.rows, plan.small_batch.units,
                 plan.small_batch.split_k);
@@ -81,6 +81,7 @@ class Plan(NamedTuple):
     algorithm: str
     members: int
     groups: int
+    most_groups: int  # of a launch; 0: one has all
     rows: int
     why_not: str
     on_hopper_only: bool  # the kernel runs only there
@@ -119,13 +120,13 @@ def encode(
 
 
 def decode(line):
-    algorithm, members, groups, rows, why_not, hopper, tf32, one_row, independent, threads, units, *tiles = (
-        line.split("|")
-    )
-    sizes = int(members), int(groups), int(rows)
+    algorithm, *sizes, why_not, hopper, tf32, one_row, independent, threads, units = line.split("|")[:12]
+    tiles = line.split("|")[12:]
     flags = (flag == "1" for flag in (hopper, tf32, one_row, independent))
     fused_step, small_batch = tuple(map(int, tiles[:2])), tuple(map(int, tiles[2:]))
-    return Plan(algorithm, *sizes, why_not, *flags, int(threads), int(units), fused_step, small_batch)
+    return Plan(
+        algorithm, *map(int, sizes), why_not, *flags, int(threads), int(units), fused_step, small_batch
+    )
 
 
 def problems(**more):
@@ -153,12 +154,13 @@ chips = pytest.mark.parametrize("chip", [H200, A100, L4], ids=["H200", "A100", "
 def test_blocks_fit_on_the_chip_and_take_every_row_once(plan, chip, algorithm, dense, sequences, more):
     asked = problems(chip=chip, algorithm=algorithm, dense=dense, sequences=sequences, **more)
     sequences *= more.get("heads", 1)
-    for problem, (name, members, groups, rows, *_) in zip(asked, plan(*asked), strict=True):
+    for problem, (name, members, groups, most_groups, rows, *_) in zip(asked, plan(*asked), strict=True):
         if name == "stepwise":
             continue
         assert groups * rows >= problem["batch"] > (groups - 1) * rows, problem
         if name == "grid":  # its blocks wait for each other
-            assert sequences * members * groups <= chip[1], problem
+            assert sequences * members * (most_groups or groups) <= chip[1], problem
+            assert not most_groups or more.get("over_units"), problem
         else:
             assert members <= 8, problem
             assert dense, problem
@@ -433,10 +435,12 @@ def test_values_over_units_are_exchanged_in_a_cluster_or_else_a_grid(plan):
     wanted = ["cluster", "cluster", "grid"]
     assert [x.algorithm for x in found] == [*wanted, *wanted, "cluster", "grid"]
     assert not any(x.one_row or x.fused_step[0] or x.small_batch[0] for x in found)
+    (in_parts,) = plan({"hidden": 512, "batch": 64, "size": 4, **how})
+    assert in_parts.algorithm == "grid" and 0 < in_parts.most_groups < in_parts.groups
 
 
 @pytest.mark.parametrize(
-    "options", [{"hidden": 2048}, {"batch": 4096}, {"dense": False}, {"recurrent": False}]
+    "options", [{"hidden": 4096}, {"batch": 4096}, {"dense": False}, {"recurrent": False}]
 )
 def test_other_cells_with_values_over_units_run_step_by_step(options, plan):
     (found,) = plan({"hidden": 512, "batch": 16, "over_units": True} | options)

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from cell_examples import Example, many_levels
+from cell_examples import Example, many_levels, mogrified
 from op_suite import DOUBLE, Call, assert_near, needs_cuda
 from sequence_suite import assert_values_and_gradients
 
@@ -150,6 +150,15 @@ def test_resets(cell, reset_to, reset):
 
 # The norm of a single value has no gradient to compare in half types, and of many values some round to the
 # other side of a jump.
+@needs_cuda
+@pytest.mark.parametrize("cell", [cells.dreamer_gru, mogrified], ids=repr)
+def test_rows_that_do_not_fit_a_grid_at_once_are_launched_in_parts(cell):
+    """On an H200 14 of 25 groups of nine blocks run at once."""
+    Example(cell, torch.float32, length=3, batch=200, hidden=136, reset=True, device="cuda").check(
+        algorithm="grid"
+    )
+
+
 @needs_cuda
 @pytest.mark.parametrize(
     "dtype,hidden",

@@ -23,6 +23,7 @@ struct Plan {
   SmallBatchTile small_batch = {};  // for kStepwise only
   bool independent = false;  // for kStepwise only: one kernel runs all steps of a cell without a product
   UnitTiles tiles = {};      // for these cells
+  int most_groups = 0;       // of one launch, if the groups are launched in parts; else 0
   int heads = 1;             // that a persistent kernel runs side by side, each with its block of the weights
   int64_t row_parts_bytes = 0, given_bytes = 0;  // of memory for GroupGridOfRows
   std::string why_not;                           // why the requested algorithm can't run
@@ -74,8 +75,9 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   if (resident == 0) return false;
   int64_t rows = ceil_div(p.batch, resident);
   if (rows > shape.row_tile()) {
-    if (cluster) {
-      rows = shape.row_tile();  // clusters beyond the resident ones wait for a place
+    if (cluster || p.cell.mixes_units()) {
+      // Clusters beyond the resident ones wait for a place, other groups for another launch.
+      rows = shape.row_tile();
     } else if (v.any_rows) {
       rows = ceil_div(rows, kRowTile) * kRowTile;
     } else {
@@ -109,9 +111,11 @@ inline int most_row_tiles_of_grid(const PersistentVariant& v, const Problem& p, 
 inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
   const int64_t side_by_side = int64_t{p.sequences} * p.heads, rows = side_by_side * p.batch;
-  // A step of a loop takes products and kernels that wait for each other, as long as eight waves.
+  // A step of a loop takes products and kernels that wait for each other, as long as eight waves of clusters,
+  // or three of a grid, which exchanges through L2.
   if (p.cell.mixes_units()) {
-    return side_by_side * grid.groups <= 8 * (multiprocessors(grid, v, device) / grid.group_blocks);
+    const int waves = v.algorithm == Algorithm::kCluster ? 8 : 3;
+    return side_by_side * grid.groups <= waves * (multiprocessors(grid, v, device) / grid.group_blocks);
   }
   if (v.row_per_block) {  // with more rows, blocks of several rows are faster
     const int64_t rows_each = ceil_div(rows, device.multiprocessors);
@@ -282,6 +286,8 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
       plan = {v.algorithm, i, grid};
       plan.heads = problem.heads;
       const PersistentShape shape = {problem.cell, v, problem.element_size, problem.backward};
+      const int resident = device.multiprocessors / (problem.sequences * problem.heads * grid.group_blocks);
+      if (v.algorithm == Algorithm::kGrid && grid.groups > resident) plan.most_groups = resident;
       plan.row_parts_bytes = problem.sequences * grid.groups * shape.row_parts_bytes(grid.group_blocks);
       if (!problem.backward && shape.through() == ExchangeThrough::kL2) {
         plan.given_bytes = problem.sequences * problem.steps * problem.batch * problem.hidden *

@@ -748,24 +748,26 @@ class Kernels {
 
   template <class Config, class Steps, class Arguments>
   void launch(const Arguments& arguments) const {
-    GroupGridOfRows groups = {grid<Config>(), nullptr};
-    std::vector<Uint64Pair> row_parts(groups.groups * Config::kShape.row_parts_bytes(groups.group_blocks) /
-                                      sizeof(Uint64Pair));
-    groups.row_parts = row_parts.data();
-    std::vector<Uint64Pair> fed(
-        steps_.rows() * kShape.fed_apart() * c_.hidden * sizeof(T) / sizeof(Uint64Pair) + 1);
-    std::memset(fed.data(), kUnwrittenByte, fed.size() * sizeof(Uint64Pair));
-    groups.given = fed.data();
+    GroupGridOfRows groups = {grid<Config>()};
+    Array<T> given = unwritten<T>(steps_.rows() * kShape.fed_apart() * c_.hidden);
+    groups.given = given.data();
     const Group group = {c_.hidden / kHeads, groups.group_blocks, 0, groups.rows};
-    const cuda_on_cpu::Grid grid = {groups.groups * groups.group_blocks, Config::kShape.threads(),
+    // The groups of a cell that reads other units may be launched in parts.
+    const int at_once = kShape.mixes_units() ? 1 : groups.groups;
+    const cuda_on_cpu::Grid grid = {at_once * groups.group_blocks, Config::kShape.threads(),
                                     kCluster ? groups.group_blocks : 1,
                                     static_cast<size_t>(Config::kShape.shared_bytes(group))};
-    for (int head = 0; head < kHeads; ++head) {
-      cuda_on_cpu::run(grid, [&] {
-        auto* const shared = reinterpret_cast<float*>(cuda_on_cpu::current_block().memory());
-        const auto of_head = lltm_ext::of_head<Cell>(arguments, head, c_.hidden / kHeads);
-        Steps(of_head, groups, typename Steps::Storage(shared)).run();
-      });
+    for (; groups.first_group < groups.groups; groups.first_group += at_once) {
+      std::vector<Uint64Pair> row_parts(groups.groups * Config::kShape.row_parts_bytes(groups.group_blocks) /
+                                        sizeof(Uint64Pair));
+      groups.row_parts = row_parts.data();
+      for (int head = 0; head < kHeads; ++head) {
+        cuda_on_cpu::run(grid, [&] {
+          auto* const shared = reinterpret_cast<float*>(cuda_on_cpu::current_block().memory());
+          const auto of_head = lltm_ext::of_head<Cell>(arguments, head, c_.hidden / kHeads);
+          Steps(of_head, groups, typename Steps::Storage(shared)).run();
+        });
+      }
     }
   }
 

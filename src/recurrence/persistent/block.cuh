@@ -83,12 +83,12 @@ struct ThreadMap {
   int tiles;               // row tiles in the group
   int element, vectors;    // the lane's first element of K, and its vectors below the hidden size
 
-  __device__ ThreadMap(const GroupGrid& grid, int batch, int hidden) {
+  __device__ ThreadMap(const GroupGrid& grid, int batch, int hidden, int first_group) {
     const int warp = threadIdx.x / 32;
     lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     k_slice = warp % Tile::kKSlices, unit_tile = warp / Tile::kKSlices;
     first_unit = static_cast<int>(blockIdx.x) % grid.group_blocks * Tile::kUnits;
-    first_row = static_cast<int>(blockIdx.x) / grid.group_blocks * grid.rows;
+    first_row = (first_group + static_cast<int>(blockIdx.x) / grid.group_blocks) * grid.rows;
     end_row = min(first_row + grid.rows, batch);
     tiles = (end_row - first_row + kRowTile - 1) / kRowTile;
     element = k_slice * Config::kChunks * Tile::kChunkElements + t * Tile::kVectorElements;

@@ -67,11 +67,7 @@ cudaError_t launch_persistent(const void* kernel, const CellShape& cell,
   const PersistentShape shape = {cell, variants_of<T>()[plan.variant], sizeof(T), kBackward};
   const Group group = {sequences.of[0].hidden / plan.heads, plan.grid.group_blocks, 0, plan.grid.rows};
   // Kernels of other cells take the first part of it.
-  const GroupGridOfRows grid = {plan.grid, links, static_cast<char*>(links) + plan.row_parts_bytes};
-  if (plan.row_parts_bytes > 0) {
-    const cudaError_t error = cudaMemsetAsync(grid.row_parts, 0, plan.row_parts_bytes, stream);
-    if (error != cudaSuccess) return error;
-  }
+  GroupGridOfRows grid = {plan.grid, 0, links, static_cast<char*>(links) + plan.row_parts_bytes};
   if (plan.given_bytes > 0) {
     const cudaError_t error = cudaMemsetAsync(grid.given, kUnwrittenByte, plan.given_bytes, stream);
     if (error != cudaSuccess) return error;
@@ -88,14 +84,24 @@ cudaError_t launch_persistent(const void* kernel, const CellShape& cell,
     attribute.val.cooperative = 1;
   }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(plan.grid.groups * group.blocks, sequences.count * plan.heads);
   config.blockDim = dim3(shape.threads());
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  const void* arguments[] = {&sequences, &grid};
-  return cudaLaunchKernelExC(&config, kernel, const_cast<void**>(arguments));
+  const int most_groups = plan.most_groups > 0 ? plan.most_groups : plan.grid.groups;
+  for (; grid.first_group < plan.grid.groups; grid.first_group += most_groups) {
+    if (plan.row_parts_bytes > 0) {
+      const cudaError_t cleared = cudaMemsetAsync(grid.row_parts, 0, plan.row_parts_bytes, stream);
+      if (cleared != cudaSuccess) return cleared;
+    }
+    const int groups = std::min(most_groups, plan.grid.groups - grid.first_group);
+    config.gridDim = dim3(groups * group.blocks, sequences.count * plan.heads);
+    const void* arguments[] = {&sequences, &grid};
+    const cudaError_t launched = cudaLaunchKernelExC(&config, kernel, const_cast<void**>(arguments));
+    if (launched != cudaSuccess) return launched;
+  }
+  return cudaSuccess;
 }
 #endif
 

@@ -54,7 +54,7 @@ class PersistentSteps {
 
   __device__ PersistentSteps(const GroupGrid& grid, int batch, int hidden, const Storage& storage)
       : hidden_(hidden),
-        map_(grid, batch, hidden),
+        map_(grid, batch, hidden, first_group(grid)),
         sums_(storage.sums()),
         scratch_(storage.scratch()),
         weights_(storage.weights()),
@@ -256,6 +256,13 @@ class PersistentSteps {
   Prefetcher prefetcher_;
 
  private:
+  __device__ static int first_group(const GroupGrid& grid) {
+    if constexpr (Config::kShape.cell.mixes_units()) {
+      return static_cast<const GroupGridOfRows&>(grid).first_group;
+    } else {
+      return 0;
+    }
+  }
   __device__ CallExchange exchange_of_calls(const GroupGrid& grid) const {
     if constexpr (kIsSame<CallExchange, NoUnits>) {
       return {};

@@ -81,6 +81,7 @@ struct GroupGrid {
 };
 // Of a cell whose units read more than their own values.
 struct GroupGridOfRows : GroupGrid {
+  int first_group;  // of this launch, if several have parts of the groups
   void* row_parts;  // of zeros, row_parts_bytes() for each group
   void* given;      // [sequences, N, calls, H] not yet written: what calls of products take forward; or null
 };
