@@ -40,8 +40,8 @@ int main(int count, char** questions) {
     const GroupGrid& grid = plan.grid;
     const char* algorithm = names[static_cast<int>(plan.algorithm)];
     std::printf("%s|%d|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks,
-                grid.groups, plan.most_groups, grid.rows, plan.why_not.c_str(), variant.on_hopper_only, variant.tf32,
-                variant.row_per_block, plan.independent, plan.tiles.threads, plan.tiles.units,
+                grid.groups, plan.most_groups, grid.rows, plan.why_not.c_str(), variant.on_hopper_only,
+                variant.tf32, variant.row_per_block, plan.independent, plan.tiles.threads, plan.tiles.units,
                 plan.fused_step.rows, plan.fused_step.split_k, plan.small_batch.rows, plan.small_batch.units,
                 plan.small_batch.split_k);
   }
