@@ -435,8 +435,8 @@ def test_values_over_units_are_exchanged_in_a_cluster_or_else_a_grid(plan):
     wanted = ["cluster", "cluster", "grid"]
     assert [x.algorithm for x in found] == [*wanted, *wanted, "cluster", "grid"]
     assert not any(x.one_row or x.fused_step[0] or x.small_batch[0] for x in found)
-    (in_parts,) = plan({"hidden": 512, "batch": 64, "size": 4, **how})
-    assert in_parts.algorithm == "grid" and 0 < in_parts.most_groups < in_parts.groups
+    (many_rows,) = plan({"hidden": 512, "batch": 64, "size": 4, **how})
+    assert many_rows.algorithm == "stepwise"
 
 
 @pytest.mark.parametrize(
@@ -452,6 +452,8 @@ def test_weights_of_a_cells_own_are_on_the_chip_too(plan):
     found = plan(*(x | {"products": 5, "backward": back} for x in problems for back in (False, True)))
     assert [x.algorithm for x in found] == ["cluster"] * 4 + ["grid"] * 4
     assert not any(x.one_row or x.fused_step[0] or x.small_batch[0] for x in found)
+    (in_parts,) = plan({"hidden": 512, "batch": 64, "size": 4, "gates": 1, "products": 5})
+    assert in_parts.algorithm == "grid" and 0 < in_parts.most_groups < in_parts.groups
     packed, twice = {"dense": False, "algorithm": "grid"}, {"heads": 2, "algorithm": "grid"}
     refused = plan(*({"hidden": 64, "batch": 8, "products": 1} | options for options in (packed, twice)))
     assert refused[0].why_not == "takes no packed sequences of cells that read other units"

@@ -111,10 +111,10 @@ inline int most_row_tiles_of_grid(const PersistentVariant& v, const Problem& p, 
 inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
   const int64_t side_by_side = int64_t{p.sequences} * p.heads, rows = side_by_side * p.batch;
-  // A step of a loop takes products and kernels that wait for each other, as long as eight waves of clusters,
-  // or three of a grid, which exchanges through L2.
+  // A step of a loop takes a product and a kernel that waits for it, as long as eight waves of clusters or
+  // one of a grid, which exchanges through L2. With products of its own it takes as long as three.
   if (p.cell.mixes_units()) {
-    const int waves = v.algorithm == Algorithm::kCluster ? 8 : 3;
+    const int of_grid = p.cell.products > 0 ? 3 : 1, waves = v.algorithm == Algorithm::kCluster ? 8 : of_grid;
     return side_by_side * grid.groups <= waves * (multiprocessors(grid, v, device) / grid.group_blocks);
   }
   if (v.row_per_block) {  // with more rows, blocks of several rows are faster
