@@ -93,7 +93,15 @@ def many_levels(x, r, h, s, p, u, units):
     return torch.tanh(m * share + units.cumsum(share) + x[2] + r[2] / (1 + units.max(abs(b)))), (m,)
 
 
-WITH_WEIGHTS = {cell.__name__: cell for cell in (gru_with_reset_first, mogrified)}
+@lltm_ext.recurrence(gates=2, weights={"square": (2, 2)}, parameters=("b",))
+def with_shared_gradients(x, h, p, w, units):
+    """The products of both values have the same two gradients. Kernels of whole steps compute them together."""
+    a, b = torch.sigmoid(x[0]) * h, torch.tanh(x[1] + p.b) + 0.1 * h
+    d, e = units.linear((a, b), w.square)
+    return 0.5 * h + 0.5 * torch.tanh(d) * torch.sigmoid(e)
+
+
+WITH_WEIGHTS = {cell.__name__: cell for cell in (gru_with_reset_first, mogrified, with_shared_gradients)}
 
 
 @lltm_ext.recurrence(
