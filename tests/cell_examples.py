@@ -95,7 +95,7 @@ def many_levels(x, r, h, s, p, u, units):
 
 @lltm_ext.recurrence(gates=2, weights={"square": (2, 2)}, parameters=("b",))
 def with_shared_gradients(x, h, p, w, units):
-    """The products of both values have the same two gradients. Kernels of whole steps compute them together."""
+    """Both values' products have the same gradients, so that kernels of whole steps compute them together."""
     a, b = torch.sigmoid(x[0]) * h, torch.tanh(x[1] + p.b) + 0.1 * h
     d, e = units.linear((a, b), w.square)
     return 0.5 * h + 0.5 * torch.tanh(d) * torch.sigmoid(e)
