@@ -13,6 +13,7 @@ from torch import Size
 from lltm_ext._after_import import AfterImport
 from lltm_ext._C import custom_cell, lltm  # noqa: F401  register the ops
 from lltm_ext._C import gemm as _gemm  # noqa: F401
+from lltm_ext._program import CELLS
 
 Shape = Size | Sequence[int]
 
@@ -27,16 +28,24 @@ def products(input: Shape, *weights: Shape | None) -> int:
     return 2 * math.prod(input[:-1]) * sum(math.prod(w) for w in weights if w is not None)
 
 
+def of_step(weight_hh: Shape | None, args: Sequence[Any]) -> Shape | None:
+    """The blocks that a step multiplies by: one of a cell's own weights as often as the step uses it."""
+    cell = next((CELLS[x][0] for x in args if isinstance(x, str) and x in CELLS), None)
+    if weight_hh is None or cell is None or not cell.has_own_weights:
+        return weight_hh
+    return (cell.gates + len(cell.derived.products)) * weight_hh[1], weight_hh[1]  # type: ignore[union-attr]
+
+
 def sequence(
     input: Shape, h0: Any, states: Any, weight_ih: Shape, weight_hh: Shape | None, *args: Any, **kwargs: Any
 ) -> int:
-    return products(input, weight_ih, weight_hh)
+    return products(input, weight_ih, of_step(weight_hh, args))
 
 
 def sequence_backward(*args: Any, **kwargs: Any) -> int:
     """The gradients of both weights, of h of each step, and of the input, if it needs one."""
     input, _, _, weight_ih, weight_hh = args[6:11]
-    input_needs_grad = args[-2]
+    weight_hh, input_needs_grad = of_step(weight_hh, args), args[-2]
     return products(input, weight_ih, weight_hh, weight_hh, weight_ih if input_needs_grad else None)
 
 

@@ -62,6 +62,16 @@ def test_a_sequence_counts_its_products(name, gates, directions):
         assert counted(lambda: peer(torch.randn(T, B, SIZE))) == forward
 
 
+def test_a_weight_of_a_cells_own_counts_as_often_as_a_step_uses_it():
+    @lltm_ext.recurrence(gates=1, weights=("square",))
+    def twice(x, h, w, units):
+        return torch.tanh(x[0] + units.linear(torch.tanh(units.linear(h, w.square)), w.square))
+
+    layer, input = lltm_ext.Recurrent(twice, SIZE, H), torch.randn(T, B, SIZE, requires_grad=True)
+    forward = 2 * ROWS * (H * SIZE + 3 * H * H)
+    assert forward_and_training(layer, input) == (forward, 3 * forward)
+
+
 def test_a_step_counts_its_products():
     cell, input = lltm_ext.LLTMCell(SIZE, H), torch.randn(B, SIZE, requires_grad=True)
     forward = 2 * B * 3 * H * (SIZE + H)
