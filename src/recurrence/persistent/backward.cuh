@@ -56,7 +56,6 @@ class PersistentBackward
   __device__ __forceinline__ StepRows rows_of(int n) const {
     return n < steps() ? args_.steps.at(args_.end - 1 - n) : StepRows{0, 0};
   }
-  __device__ __forceinline__ int64_t given_row(int n) const { return rows_of(n).first; }
   __device__ __forceinline__ T* grad_gates(int64_t row) const {
     return args_.grad_gates + (row - args_.first_row) * kGates * width();
   }

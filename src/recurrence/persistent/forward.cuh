@@ -56,7 +56,6 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   __device__ __forceinline__ int steps() const { return args_.steps.length; }
   __device__ __forceinline__ int turns() const { return args_.steps.length; }
   __device__ __forceinline__ StepRows rows_of(int n) const { return args_.steps.at(n); }
-  __device__ __forceinline__ int64_t given_row(int n) const { return rows_of(n).first; }
 
   __device__ __forceinline__ const Reset* resets() const { return static_cast<const Reset*>(args_.reset); }
 

@@ -371,7 +371,7 @@ class PersistentSteps {
     for (int n = 0; n < steps; ++n) {
       const float* const sums = multiply_tile((kCalls > 0 ? product_of(n, 0) : n) & 1, source);
       source = self.next_source(source);
-      if constexpr (kCalls > 0) step_ = n, step_row_ = self.given_row(n);
+      if constexpr (kCalls > 0) step_ = n, step_row_ = self.rows_of(n).first;
       if constexpr (Config::kShape.cell.mixes_units()) {
         if (map_.warp_has_pair(0)) {
           self.step_pairs(sums);
