@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lltm_ext._formula.derive import Derived
 from lltm_ext._formula.instructions import rounding
 from lltm_ext._formula.text import SourceCell, program_text
 
@@ -16,6 +15,9 @@ if TYPE_CHECKING:
 
 # Cells by their programs, for second derivatives, and whether these reset to the initial states.
 CELLS: dict[str, tuple[RecurrentCell, bool]] = {}
+
+# Of a block of a persistent kernel (recurrence/persistent/variants.h), and bits of kBlockDiagonal.
+MOST_UNITS, MOST_PRODUCTS = 128, 32
 
 ROUNDED = {torch.float16: "float16", torch.bfloat16: "bfloat16"}  # by an instruction on the CPU
 
@@ -52,14 +54,30 @@ def serialize(cell: RecurrentCell, to_initial: bool = False) -> dict[torch.dtype
     return programs
 
 
-def numbers_of_products(derived: Derived | SourceCell) -> list[int]:
+def numbers_of_products(cell: RecurrentCell) -> list[int]:
     """What a program says of the products with a cell's own weights (src/custom_cell/program.h)."""
+    derived = cell.derived
     if isinstance(derived, SourceCell) or not derived.products:
         return []
-    fed = derived.fed
-    products = ((x.block, fed.index(x.value), x.stage, x.back_stage) for x in derived.products)
-    sizes = (len(derived.leaves["w"]), *derived.sizes_of_calls)
-    return [*sizes, *(number for product in products for number in product)]
+    units, blocks = diagonal_blocks(cell)
+    of_h, *sizes = derived.sizes_of_calls()
+    found = [len(derived.leaves["w"]), of_h, *sizes, units, *derived.sizes_of_calls(blocks)[1:]]
+    for x in derived.products:
+        found += [x.block, derived.fed.index(x.value), x.stage, x.back_stage, int(x.block in blocks)]
+    return found
+
+
+def diagonal_blocks(cell: RecurrentCell) -> tuple[int, frozenset[int]]:
+    """How many units a head has in block-diagonal weights of the cell's own, and the blocks of these weights. No
+    blocks if kernels gain nothing from it: the heads differ, or are larger than a block of units."""
+    sizes = set(cell.units_of_heads) - {0}
+    if len(sizes) != 1 or max(sizes) > MOST_UNITS or len(cell.derived.products) > MOST_PRODUCTS:
+        return 0, frozenset()
+    first, found = 0, set[int]()
+    for units, (rows, columns) in zip(cell.units_of_heads, cell.weights.values(), strict=True):
+        found |= set(range(first, first + rows)) if units else set()
+        first += rows * columns
+    return max(sizes), frozenset(found)
 
 
 def program_of(cell: RecurrentCell, struct: Struct, to_initial: bool) -> str:
@@ -79,7 +97,7 @@ def program_of(cell: RecurrentCell, struct: Struct, to_initial: bool) -> str:
         int(to_initial),
         int(derived.runs_in_parallel),
         int(derived.over_units),
-        *numbers_of_products(derived),
+        *numbers_of_products(cell),
     )
     program = program_text((cell.__name__, ",".join(map(str, numbers)), struct.source, *struct.instructions))
     CELLS[program] = cell, to_initial

@@ -324,6 +324,9 @@ class RecurrentCell:
             self._warn_of_no_gradient()
         self.is_compiled = False  # whether its kernels are compiled with the package
         self._of_gates: RecurrentCell | None = None
+        # For each of the cell's own weights: the units of a head in block-diagonal ones, else 0.
+        self.units_of_heads: tuple[int, ...] = (0,) * len(self.weights)
+        self._of_heads: dict[tuple[int, ...], RecurrentCell] = {}
         self._serialize()
 
     def _serialize(self) -> None:
@@ -347,6 +350,22 @@ class RecurrentCell:
 
     with_inputs_as_gates._dynamo_marked_constant = True  # type: ignore[attr-defined]  # it derives a cell
 
+    def with_heads(self, units: tuple[int, ...]) -> RecurrentCell:
+        """The cell whose own weights have heads of so many units, 0 for dense ones. It computes the same; kernels
+        may keep less of such weights."""
+        if not any(units):
+            return self
+        with DERIVING:
+            if units not in self._of_heads:
+                cell = object.__new__(RecurrentCell)
+                cell.__dict__ = dict(self.__dict__)
+                cell.units_of_heads = units
+                cell._serialize()
+                self._of_heads[units] = cell
+            return self._of_heads[units]
+
+    with_heads._dynamo_marked_constant = True  # type: ignore[attr-defined]  # it writes programs
+
     def __call__(
         self,
         input: Any,
@@ -367,7 +386,7 @@ class RecurrentCell:
                 check_reset_to(self.__name__, reset_to)
             if len(call.states) == 2 and call.states[1].dim() == 3:  # only layers give it this shape
                 check_call(self, call, algorithm, reset_to)
-            output, final = run(self, call, algorithm, reset_to)
+            output, final = run(self._cell_of(named), call, algorithm, reset_to)
         except TypeError:
             options = {"reset": reset, "reset_to": reset_to, "reverse": reverse, "algorithm": algorithm}
             return hand_over(self, input, hx, weight_ih, weight_hh, bias, **options, **named)
@@ -402,7 +421,12 @@ class RecurrentCell:
         call = call if dtype is None else lowered(dtype, call)
         check_call(self, call, algorithm, reset_to)
         return algorithm_of(
-            self, call, algorithm, call.input.dtype, resets_to_states(call, reset_to), backward
+            self._cell_of(named),
+            call,
+            algorithm,
+            call.input.dtype,
+            resets_to_states(call, reset_to),
+            backward,
         )
 
     def _call_of(
@@ -502,6 +526,15 @@ class RecurrentCell:
                 )
             found += x.chunk(count)
         return found
+
+    def _cell_of(self, named: Mapping[str, Any]) -> RecurrentCell:
+        """The cell for a call with these weights."""
+        if not self.has_own_weights or torch.compiler.is_compiling():  # which may not know the sizes
+            return self
+        shapes = [(named[name].shape, rows) for name, (rows, _) in self.weights.items()]
+        return self.with_heads(
+            tuple(columns if columns * n < rows else 0 for (rows, columns), n in shapes)
+        )
 
     def weights_of_products(self, weight_hh: Any, hidden: int, named: Mapping[str, Any]) -> Tensor:
         """weight_hh as the ops take it: rows for all gates, then the blocks of the cell's own weights."""

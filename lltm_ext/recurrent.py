@@ -121,7 +121,10 @@ class Recurrent(CellLayer):
 
     @property
     def _cell(self) -> RecurrentCell:  # type: ignore[override]
-        return self.cell
+        if not self.cell.has_own_weights or self.heads == 1:
+            return self.cell
+        columns = (self._columns(name) if size[1] == 1 else 0 for name, size in self.cell.weights.items())
+        return self.cell.with_heads(tuple(n if n < self.hidden_size else 0 for n in columns))
 
     @property
     def _is_reverse(self) -> bool:  # type: ignore[override]

@@ -9,6 +9,8 @@ import pytest
 from cell_examples import CELLS as EXAMPLES
 from cell_examples import MIXING, SURROGATES, WITH_WEIGHTS, growing, many_levels, signs
 
+from lltm_ext._program import diagonal_blocks
+
 pytestmark = pytest.mark.compiles
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +43,10 @@ TO_INITIAL = {
     f"{name}_to_initial": FROM_PYTHON[name]
     for name in ("gru_with_recurrent_dropout", "smoothed_lstm", "lstm_of_both_states", "without_product")
 }
-DERIVED = FROM_PYTHON | TO_INITIAL
+# Heads of eight units in some weights of the cells' own.
+OWN_HEADS = {"dreamer_block_gru": (8, 0, 8), "gru_with_reset_first": (8,), "mogrified": (8, 8, 0)}
+WITH_HEADS = {f"{name}_with_heads": FROM_PYTHON[name].with_heads(units) for name, units in OWN_HEADS.items()}
+DERIVED = FROM_PYTHON | TO_INITIAL | WITH_HEADS
 CELLS = [*WRITTEN, *DERIVED]
 
 
@@ -61,6 +66,12 @@ def header(names):
             lines.append(f"namespace lltm_ext::cell_{name} {{\n{DERIVED[name].derived.struct.source}\n}}")
         if name in DERIVED and DERIVED[name].derived.runs_in_parallel:
             lines.append(f"template <> constexpr bool lltm_ext::kIsAffine<{struct_of(name)}> = true;")
+        if name in WITH_HEADS:
+            units, blocks = diagonal_blocks(DERIVED[name])
+            products = enumerate(DERIVED[name].derived.products)
+            mask = sum(1 << i for i, product in products if product.block in blocks)
+            lines.append(f"template <> constexpr int lltm_ext::kHeadUnits<{struct_of(name)}> = {units};")
+            lines.append(f"template <> constexpr unsigned lltm_ext::kBlockDiagonal<{struct_of(name)}> = {mask};")
         if name in TO_INITIAL:
             lines.append(f"template <> constexpr bool lltm_ext::kResetsToInitial<{struct_of(name)}> = true;")
     lines.append("#define FOR_ALL_CELLS(F) " + " ".join(f'F("{name}", {struct_of(name)})' for name in names))

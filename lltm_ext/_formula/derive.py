@@ -11,7 +11,7 @@ can take a derivative from the output (1 - t * t), where one saved value serves 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -314,13 +314,24 @@ class Derived:
         """The values that products take, each once."""
         return self._nodes.fed
 
-    @property
-    def sizes_of_calls(self) -> tuple[int, int, int, int]:
-        """Of whole steps: products of h, most outputs of a call, most inputs and outputs of a back call."""
+    def sizes_of_calls(self, without: Collection[int] = ()) -> tuple[int, int, int, int]:
+        """Of whole steps: products of h, most outputs of a call, most inputs and outputs of a back call.
+
+        Args:
+            without: blocks of weights. Calls that multiply no others do not count.
+        """
         forward, backward = self._nodes.calls, self._nodes.back_calls(self.saved)
         of_h = len(self.products) - sum(len(call.products) for call in forward)
-        most = max((call.outputs for call in forward), default=0)
-        return of_h, most, max(call.inputs for call in backward), max(call.outputs for call in backward)
+        counted, counted_back = (
+            [call for call in calls if any(x.block not in without for x in call.products)]
+            for calls in (forward, backward)
+        )
+        return (
+            of_h,
+            max((call.outputs for call in counted), default=0),
+            max((call.inputs for call in counted_back), default=0),
+            max((call.outputs for call in counted_back), default=0),
+        )
 
     @property
     def saved_names(self) -> tuple[str, ...]:

@@ -123,7 +123,7 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
   const Strings fields = fields_of(text);
   const bool has_formulas = fields.size() == 5;
   const Strings numbers = fields.size() == 3 || has_formulas ? split(fields[1], ',') : Strings();
-  TORCH_CHECK_VALUE(numbers.size() >= 10 && (numbers.size() <= 14 || numbers.size() % 4 == 3),
+  TORCH_CHECK_VALUE(numbers.size() >= 10 && (numbers.size() <= 14 || numbers.size() % 5 == 3),
                     "custom_cell: expected a program as lltm_ext.recurrence writes it, got ", fields.size(),
                     " fields");
   name = fields[0];
@@ -148,8 +148,8 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
            numbers.size() > 13 && n(13) != 0,
            numbers.size() > 14 ? n(14) : 0};
   zeros_stay = n(9) != 0;
-  for (int i = 19; i < static_cast<int>(numbers.size()); i += 4) {
-    products.push_back({n(i), n(i + 1), n(i + 2), n(i + 3)});
+  for (int i = 23; i < static_cast<int>(numbers.size()); i += 5) {
+    products.push_back({n(i), n(i + 1), n(i + 2), n(i + 3), n(i + 4) != 0});
     const CellProduct& product = products.back();
     TORCH_CHECK_VALUE(product.block < shape.blocks, name, ": expected a block of ", shape.blocks, ", got ",
                       product.block);
@@ -159,6 +159,10 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
     shape.products_of_h = n(15);
     shape.call = {0, n(16) > 0, n(16)};
     shape.back_call = {0, n(17), n(18)};
+    shape.head_units = n(19);
+    shape.dense_call = {0, n(20) > 0, n(20)};
+    shape.dense_back_call = {0, n(21), n(22)};
+    for (const CellProduct& x : products) shape.block_diagonal += x.block_diagonal;
   }
   shape.products = static_cast<int>(products.size());
   if (has_formulas) {
@@ -209,6 +213,14 @@ const CellProgram& CellProgram::known(std::string_view text) {
   return *(programs[key] = std::move(program));
 }
 
+std::string CellProgram::heads_text() const {
+  if (shape.head_units == 0) return {};
+  unsigned block_diagonal = 0;
+  for (size_t i = 0; i < products.size(); ++i) block_diagonal |= unsigned{products[i].block_diagonal} << i;
+  return c10::str("\ntemplate <>\nconstexpr int kHeadUnits<Cell> = ", shape.head_units,
+                  ";\ntemplate <>\nconstexpr unsigned kBlockDiagonal<Cell> = ", block_diagonal, ";\n");
+}
+
 std::string CellProgram::source(const CellKernel& kernel) const {
   const std::string& reset = kernel.reset;
   TORCH_CHECK_VALUE(reset.empty() || reset == "bool" || reset == "float", name,
@@ -217,7 +229,7 @@ std::string CellProgram::source(const CellKernel& kernel) const {
   return c10::str(
       "#include \"recurrence/", text.header, "\"\n\nnamespace lltm_ext {\n\n", code,
       shape.resets_to_initial ? "\ntemplate <>\nconstexpr bool kResetsToInitial<Cell> = true;\n" : "",
-      shape.affine ? "\ntemplate <>\nconstexpr bool kIsAffine<Cell> = true;\n" : "",
+      shape.affine ? "\ntemplate <>\nconstexpr bool kIsAffine<Cell> = true;\n" : "", heads_text(),
       "\nusing T = ", element_name(name.c_str(), kernel.type),
       ";\n\nextern \"C\" __global__ void __launch_bounds__(", text.bounds, ")\n    ", kCellKernelName, "(",
       text.parameters, ") {\n  ", text.call, ";\n}\n\n}  // namespace lltm_ext\n");

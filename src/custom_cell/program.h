@@ -5,8 +5,8 @@
 // that are outputs, separated by spaces, -1 being h; then 1 if a unit of zeros stays so, forward and
 // backward, else 0; then `wide`, `resets_to_initial`, `affine` and `over_units`, which programs of version
 // 0.3 lack. If the cell has weights of its own, there follow `blocks`, `products_of_h`, the most outputs of a
-// call forward, the most inputs and outputs of one backward, and the numbers of each product. Two more fields
-// have the formulas forward and backward for the CPU (formula.h); programs of version 0.3 and cells in C++
+// call forward, the most inputs and outputs of one backward, `head_units`, these sizes of dense calls, and the
+// numbers of each product. Two more fields have the formulas forward and backward for the CPU (formula.h); programs of version 0.3 and cells in C++
 // lack them.
 #pragma once
 
@@ -56,6 +56,7 @@ struct CellProduct {
   int block;              // of the cell's own weights
   int fed;                // the number of the value that it takes
   int stage, back_stage;  // of the step forward and backward that it, or its gradient, ends
+  bool block_diagonal;    // whether its weight is
 };
 
 struct CellProgram {
@@ -80,6 +81,7 @@ struct CellProgram {
 
  private:
   static const CellProgram& known(std::string_view text);
+  std::string heads_text() const;
   std::vector<Formula> formulas_of(bool backward, std::string_view text) const;
 };
 constexpr const char* kCellKernelName = "custom_cell_kernel";

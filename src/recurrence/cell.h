@@ -56,6 +56,10 @@ struct CellShape {
   int fed;                  // values that these products take
   int products_of_h;        // the first products, if these take the previous h
   OwnCall call, back_call;  // the most inputs and outputs of the calls of all others, and of the backward
+  // Of products with block-diagonal weights:
+  int head_units;      // units of a head, or 0 if there are none
+  int block_diagonal;  // how many there are
+  OwnCall dense_call, dense_back_call;  // as `call`, of the calls in which not all products are such
 
   // Planes of gates that forward keeps for backward: saved values or, without a product, the projections.
   constexpr int kept_gates() const { return recurrent && wide ? 0 : gates; }
@@ -109,12 +113,39 @@ template <class Cell, bool kBackward>
 LLTM_HOST_DEVICE constexpr OwnCall own_call(int i) {
   return kBackward ? Cell::back_call(i) : Cell::call(i);
 }
+// The units of a head in a cell's block-diagonal weights, and which products have such weights, a bit each. A
+// program that knows them specializes these.
+template <class Cell>
+constexpr int kHeadUnits = 0;
+template <class Cell>
+constexpr unsigned kBlockDiagonal = 0;
+
+template <class Cell>
+LLTM_HOST_DEVICE constexpr bool is_block_diagonal(int product) {
+  return product < 32 && (kBlockDiagonal<Cell> >> product & 1) != 0;
+}
+template <class Cell>
+LLTM_HOST_DEVICE constexpr int block_diagonal_products() {
+  int count = 0;
+  for (int i = 0; i < kProductsOf<Cell>; ++i) count += is_block_diagonal<Cell>(i);
+  return count;
+}
+// Whether all products of a call have block-diagonal weights.
+template <class Cell>
+LLTM_HOST_DEVICE constexpr bool is_block_diagonal(const OwnCall& call) {
+  for (int i = 0; i < call.inputs * call.outputs; ++i) {
+    if (!is_block_diagonal<Cell>(call.first + i)) return false;
+  }
+  return true;
+}
+// The most inputs and outputs of a cell's calls, or of its dense ones.
 template <class Cell, bool kBackward>
-LLTM_HOST_DEVICE constexpr OwnCall largest_own_call() {
+LLTM_HOST_DEVICE constexpr OwnCall largest_own_call(bool dense_only) {
   OwnCall largest = {0, 0, 0};
   if constexpr (own_calls<Cell, kBackward>() > 0) {
     for (int i = 0; i < own_calls<Cell, kBackward>(); ++i) {
       const OwnCall call = own_call<Cell, kBackward>(i);
+      if (dense_only && is_block_diagonal<Cell>(call)) continue;
       if (call.inputs > largest.inputs) largest.inputs = call.inputs;
       if (call.outputs > largest.outputs) largest.outputs = call.outputs;
     }
@@ -197,8 +228,12 @@ constexpr CellShape kCellShape = {Cell::kGates,
                                   kProductsOf<Cell>,
                                   kFedOf<Cell>,
                                   products_of_h<Cell>(),
-                                  largest_own_call<Cell, false>(),
-                                  largest_own_call<Cell, true>()};
+                                  largest_own_call<Cell, false>(/*dense_only=*/false),
+                                  largest_own_call<Cell, true>(/*dense_only=*/false),
+                                  kHeadUnits<Cell>,
+                                  block_diagonal_products<Cell>(),
+                                  largest_own_call<Cell, false>(/*dense_only=*/true),
+                                  largest_own_call<Cell, true>(/*dense_only=*/true)};
 
 // The type of a cell's projections in memory.
 template <class Cell, typename T>

@@ -193,6 +193,19 @@ class Random {
 };
 
 // In the shapes of recurrence/cell.h.
+// Block-diagonal weights of a cell's own are zeros where the units' heads differ.
+template <class Cell>
+void clear_between_heads(Values& weight, int hidden) {
+  if constexpr (kHeadUnits<Cell> > 0) {
+    for (int product = 0; product < Cell::kProducts; ++product) {
+      double* const block = &weight[(Cell::kGates + Cell::block_of(product)) * hidden * hidden];
+      for (int i = 0; is_block_diagonal<Cell>(product) && i < hidden * hidden; ++i) {
+        if (i / hidden / kHeadUnits<Cell> != i % hidden / kHeadUnits<Cell>) block[i] = 0;
+      }
+    }
+  }
+}
+
 struct Inputs {
   Values weight, parameters, step_inputs, reset, keep, h0, states0, gates;
   Values grad_output, grad_h_n, grad_states_n;
@@ -1002,6 +1015,7 @@ void check(const Case& c) {
   using KernelsOfCase = Kernels<Cell, T, kVariant, Reset, kHeads>;
   Inputs inputs(kCellShape<Cell>, c, steps.rows(), kHasResets, kOfBools, precision.value,
                 rounded<typename KernelsOfCase::State>);
+  clear_between_heads<Cell>(inputs.weight, c.hidden);
   const Values weight = kHeads > 1 ? blocks_of(inputs.weight, c.hidden, kHeads) : inputs.weight;
   Reference<Cell> reference(c, steps, inputs, precision);
   KernelsOfCase kernels(c, steps, inputs, weight);

@@ -29,10 +29,9 @@ class PersistentBackward
                                 const typename Base::Storage& storage)
       : Base(grid, arguments.steps.batch, arguments.hidden / Config::kHeads, storage), args_(arguments) {
     constexpr int kBlocks = Config::kShape.cell.rows_of_weight_hh();
-    load_weights<Config>(
-        Base::weights_, map_, hidden_, static_cast<size_t>(8) * kBlocks * width(), [&](int i, int unit) {
-          return args_.weight_t + (static_cast<int64_t>(unit) * kBlocks + Base::weight_of(i)) * width();
-        });
+    Base::load_all_weights(static_cast<size_t>(8) * kBlocks * width(), [&](int block, int unit) {
+      return args_.weight_t + (static_cast<int64_t>(unit) * kBlocks + block) * width();
+    });
     Base::load_parameters(args_.parameters);
     typename Base::Prefetcher::Arrays arrays(Base::prefetcher_, map_, hidden_);
     arrays.add(args_.gates, kGates, kSavedInGates);

@@ -62,6 +62,7 @@ struct PersistentConfig {
   using Exchange = ExchangeOf<kInputs>;
   using Product = typename Conditional<kVariant.tf32, Tf32Product, typename ProductOf<T>::type>::type;
   using Weights = WarpWeights<kShape.weights(), kChunks, kShape.weights_in_registers()>;
+  static constexpr bool kHasWholeHeads = kShape.has_whole_heads();
   static constexpr int kInputsPerProduct = kShape.inputs_per_product();
   using WarpProduct = lltm_ext::WarpProduct<Product, kOutputs, kInputsPerProduct, kChunks>;
 
@@ -115,26 +116,32 @@ struct ThreadMap {
   __device__ __forceinline__ static int pair(int i) { return threadIdx.x + i * kBlockThreads; }
 };
 
-// Loads a warp's weights: rows g and g + 8 of its 16 units, for each gate and each product with the cell's
-// own weights. `row(i, unit)` is the start of row g, and row g + 8 follows `to_lower` elements later.
-template <class Config, class Row>
-__device__ __forceinline__ void load_weights(typename Config::Weights& weights, const ThreadMap<Config>& map,
-                                             int hidden, size_t to_lower, Row&& row) {
+// Loads kCount of a warp's weights: rows g and g + 8 of its 16 units. `row(i, unit)` is the start of row g, and
+// row g + 8 follows `to_lower` elements later. The lane takes `vectors` chunks from `element` of K on.
+template <class Config, int kCount, int kChunks, class Weights, class Row>
+__device__ __forceinline__ void load_weights(Weights& weights, const ThreadMap<Config>& map, int element,
+                                             int vectors, int hidden, size_t to_lower, Row&& row) {
   using Product = typename Config::Product;
   const int unit = map.first_unit + map.unit_tile * 16 + map.g;
 #pragma unroll
-  for (int i = 0; i < Config::kShape.weights(); ++i) {
+  for (int i = 0; i < kCount; ++i) {
 #pragma unroll
-    for (int c = 0; c < Config::kChunks; ++c) {
-      const auto* upper = row(i, unit) + map.element + c * Config::Tile::kChunkElements;
+    for (int c = 0; c < kChunks; ++c) {
+      const auto* upper = row(i, unit) + element + c * Config::Tile::kChunkElements;
       WeightChunk w = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
-      if (c < map.vectors && unit < hidden) w.upper = __ldg(reinterpret_cast<const uint4*>(upper));
-      if (c < map.vectors && unit + 8 < hidden)
-        w.lower = __ldg(reinterpret_cast<const uint4*>(upper + to_lower));
+      if (c < vectors && unit < hidden) w.upper = __ldg(reinterpret_cast<const uint4*>(upper));
+      if (c < vectors && unit + 8 < hidden) w.lower = __ldg(reinterpret_cast<const uint4*>(upper + to_lower));
       if constexpr (Product::kRoundsWeights) w = {Product::round(w.upper), Product::round(w.lower)};
       weights.set(i, c, w);
     }
   }
+}
+// Those of each gate and each product with the cell's own weights that have all of K.
+template <class Config, class Row>
+__device__ __forceinline__ void load_weights(typename Config::Weights& weights, const ThreadMap<Config>& map,
+                                             int hidden, size_t to_lower, Row&& row) {
+  load_weights<Config, Config::kShape.weights(), Config::kChunks>(weights, map, map.element, map.vectors,
+                                                                  hidden, to_lower, row);
 }
 
 // The partial sums of a tile: [k_slices][kOutputs][kRowTile][sum_stride] floats in shared memory.
@@ -179,7 +186,8 @@ class SharedStorage {
   static constexpr PersistentShape kShape = Config::kShape;
   static constexpr int kScratch = 2 * kShape.partial_sums();
   static constexpr int kWeights = kScratch + kBlockWarps * kShape.warp_scratch();
-  static constexpr int kRowParts = kWeights + kBlockWarps * kShape.warp_weights();
+  static constexpr int kWeightsOfHeads = kWeights + kBlockWarps * kShape.warp_weights();
+  static constexpr int kRowParts = kWeightsOfHeads + kBlockWarps * kShape.warp_weights_of_heads();
   static constexpr int kLiveStates = kRowParts + kShape.row_parts();
 
  public:
@@ -187,6 +195,9 @@ class SharedStorage {
   __device__ float* sums() const { return base_; }
   __device__ float* scratch() const { return base_ + kScratch + threadIdx.x / 32 * kShape.warp_scratch(); }
   __device__ float* weights() const { return base_ + kWeights + threadIdx.x / 32 * kShape.warp_weights(); }
+  __device__ float* weights_of_heads() const {
+    return base_ + kWeightsOfHeads + threadIdx.x / 32 * kShape.warp_weights_of_heads();
+  }
   __device__ RowParts row_parts() const {
     return {reinterpret_cast<char*>(base_ + kRowParts), kShape.most_row_parts()};
   }
@@ -196,6 +207,9 @@ class SharedStorage {
   }
   __device__ char* second_exchange(int rows) const {
     return exchange(rows) + kShape.exchange_bytes(kShape.inputs());
+  }
+  __device__ char* given_to_heads(int rows) const {
+    return second_exchange(rows) + kShape.exchange_bytes(kShape.exchanged_call().inputs);
   }
 
  private:

@@ -265,7 +265,11 @@ class StateExchange<ExchangeThrough::kCluster, T, kInputs, kChunks, kUnits, kWid
   __device__ __forceinline__ void load(uint4 (&vectors)[kLoaded][kChunks], int input,
                                        const RowSource<T>& source) {
     if (input == 0) wait();
-    Buffer{first_.data + (step_ & 1) * Buffer::kBytes}.read(vectors, input, source);
+    received().read(vectors, input, source);
+  }
+  // The values of which load(...) has read a lane's.
+  __device__ __forceinline__ ExchangeBuffer<T, kInputs, kWidth> received() const {
+    return {first_.data + (step_ & 1) * Buffer::kBytes};
   }
 
   __device__ __forceinline__ void store(T* address, float2 x, float2 sent, bool stored, int row, int input,

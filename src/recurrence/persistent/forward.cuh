@@ -28,10 +28,9 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   __device__ PersistentForward(const Arguments& arguments, const GroupGrid& grid,
                                const typename Base::Storage& storage)
       : Base(grid, arguments.steps.batch, arguments.hidden / Config::kHeads, storage), args_(arguments) {
-    load_weights<Config>(
-        Base::weights_, map_, hidden_, static_cast<size_t>(8) * hidden_, [&](int i, int unit) {
-          return args_.weight + (static_cast<int64_t>(Base::weight_of(i)) * width() + unit) * hidden_;
-        });
+    Base::load_all_weights(static_cast<size_t>(8) * hidden_, [&](int block, int unit) {
+      return args_.weight + (static_cast<int64_t>(block) * width() + unit) * hidden_;
+    });
     Base::load_parameters(args_.parameters);
     typename Base::Prefetcher::Arrays arrays(Base::prefetcher_, map_, hidden_);
     arrays.add(args_.template projections<Cell>(), kGates);

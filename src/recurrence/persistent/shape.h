@@ -93,17 +93,41 @@ struct PersistentShape {
   }
   constexpr int inputs_per_product() const { return on_tensor_cores() ? inputs_per_load() : 1; }
 
+  // Whether a block has whole heads of the products with block-diagonal weights. It then keeps only its blocks
+  // of these weights, and its units exchange what such a product takes among themselves.
+  constexpr bool has_whole_heads() const {
+    return cell.head_units > 0 && through() == ExchangeThrough::kCluster && units() % cell.head_units == 0;
+  }
+  constexpr int weights_of_heads() const { return has_whole_heads() ? cell.block_diagonal : 0; }
+  constexpr int weights() const {
+    return cell.gates + cell.products - weights_of_heads();
+  }  // of a unit, that have all of K
+  // Chunks of a block's own units that a warp multiplies.
+  constexpr int head_chunks() const {
+    const int slice = k_slices() * kChunkBytes;
+    return (units() * element_size + slice - 1) / slice;
+  }
   // How many blocks of weights fit in registers, given those of the exchanged vectors and of the cell. The
   // others are in shared memory.
-  constexpr int weights_in_registers() const {
+  constexpr int free_registers() const {
     const int others =
         cell.products > 0 ? 110 : 55;  // products in the middle of a step wait with all its values
-    const int fit = (255 - others - 4 * vectors()) / (8 * (variant.chunks > 0 ? variant.chunks : 1));
+    return 255 - others - 4 * vectors();
+  }
+  constexpr int weights_in_registers() const {
+    const int fit = free_registers() / (8 * (variant.chunks > 0 ? variant.chunks : 1));
     return fit < 1 ? 1 : fit > weights() ? weights() : fit;
   }
-  constexpr int weights() const { return cell.gates + cell.products; }  // of a unit
+  constexpr int weights_of_heads_in_registers() const {
+    if (!has_whole_heads()) return 0;
+    const int fit = (free_registers() - 8 * variant.chunks * weights_in_registers()) / (8 * head_chunks());
+    return fit < 1 ? 1 : fit > weights_of_heads() ? weights_of_heads() : fit;
+  }
   constexpr int warp_weights() const {
     return (weights() - weights_in_registers()) * variant.chunks * 2 * 32 * 4;
+  }
+  constexpr int warp_weights_of_heads() const {
+    return (weights_of_heads() - weights_of_heads_in_registers()) * head_chunks() * 2 * 32 * 4;
   }
   // A product in IEEE float32 reads its rows from shared memory.
   constexpr int warp_scratch() const {
@@ -113,6 +137,11 @@ struct PersistentShape {
   constexpr int sum_stride() const { return units() + 4; }  // avoids bank conflicts
   // The most inputs and outputs of a product in the middle of a step.
   constexpr OwnCall own_call() const { return backward ? cell.back_call : cell.call; }
+  // As own_call(), of those whose inputs the blocks of a group exchange.
+  constexpr OwnCall exchanged_call() const {
+    if (!has_whole_heads()) return own_call();
+    return backward ? cell.dense_back_call : cell.dense_call;
+  }
   constexpr int partial_sums() const {
     const int most = outputs() > own_call().outputs ? outputs() : own_call().outputs;
     return k_slices() * most * kRowTile * sum_stride();
@@ -144,11 +173,16 @@ struct PersistentShape {
     }
     return sharing_warps() == 1 ? 0 : kBlockWarps * inputs * variant.chunks / 2 * 32 * 16;
   }
+  // Of what a block's units give to each other.
+  constexpr int heads_bytes() const {
+    return has_whole_heads() ? kRowTile * padded_row_bytes(own_call().inputs * units() * element_size) : 0;
+  }
   constexpr int shared_bytes(const Group& group) const {
     if (variant.row_per_block) return 4 * 2 * inputs() * units();
-    const int floats = 2 * partial_sums() + kBlockWarps * (warp_scratch() + warp_weights()) + row_parts() +
+    const int of_warp = warp_scratch() + warp_weights() + warp_weights_of_heads();
+    const int floats = 2 * partial_sums() + kBlockWarps * of_warp + row_parts() +
                        group.rows * live_states_per_row();
-    return 4 * floats + exchange_bytes(inputs()) + exchange_bytes(own_call().inputs);
+    return 4 * floats + exchange_bytes(inputs()) + exchange_bytes(exchanged_call().inputs) + heads_bytes();
   }
 };
 

@@ -11,6 +11,7 @@
 
 #include "recurrence/persistent/block.cuh"
 #include "recurrence/persistent/heads.cuh"
+#include "recurrence/persistent/own_heads.cuh"
 
 namespace lltm_ext {
 
@@ -47,10 +48,11 @@ class PersistentSteps {
   static constexpr int kCalls = own_calls<Cell, Config::kBackward>();
   using UnitsPack = Pack<kPairs, kUnits / 2, Config::kThrough>;
   using RowUnits = typename Conditional<kOverUnits, RowOfUnits<UnitsPack>, NoUnits>::type;
+  static constexpr int kExchanged = Config::kShape.exchanged_call().inputs;
   using CallExchange =
-      typename Conditional<(kCalls > 0 && !Exchange::kThroughL2),
-                           typename Config::template ExchangeOf<Config::kShape.own_call().inputs>,
-                           NoUnits>::type;
+      typename Conditional<(kExchanged > 0 && !Exchange::kThroughL2),
+                           typename Config::template ExchangeOf<kExchanged>, NoUnits>::type;
+  using Heads = typename Conditional<Config::kHasWholeHeads, HeadsOfBlock<Config>, NoUnits>::type;
 
   __device__ PersistentSteps(const GroupGrid& grid, int batch, int hidden, const Storage& storage)
       : hidden_(hidden),
@@ -61,6 +63,7 @@ class PersistentSteps {
         live_states_(storage.live_states()),
         row_units_(units_of_rows(grid, storage)),
         exchange_(storage.exchange(grid.rows), map_.group(grid, hidden)),
+        heads_(heads_of_block(storage, grid.rows)),
         call_memory_(storage.second_exchange(grid.rows)),
         call_exchange_(exchange_of_calls(grid)) {}
 
@@ -173,6 +176,12 @@ class PersistentSteps {
     for (int input = 0; input < Config::kInputs; input += kPerLoad) {
       uint4 vectors[kPerLoad][Config::kChunks];
       exchange_.load(vectors, input, source);
+      if constexpr (kHeadsTakeH) {
+        typename Heads::Vectors own;
+        heads_.read(own, exchange_.received(), input, map_.first_unit);
+        multiply_each<0>(products, vectors, own, rows);
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < kPerLoad; i += kPerProduct) {
         const auto& factors = reinterpret_cast<const uint4(&)[kPerProduct][Config::kChunks]>(vectors[i]);
@@ -222,21 +231,83 @@ class PersistentSteps {
       multiply_all_given<kCall + 1>();
     }
   }
-  // The block of weight_hh that is a warp's i-th one: of a gate or of a product with the cell's own weights.
-  // Calls multiply one input after the other.
-  __device__ static constexpr int weight_of(int i) {
+  // ---- weights
+  //
+  // A warp's i-th weight is that of a gate or, from kGates on, of a product with the cell's own weights. Calls
+  // multiply one input after the other.
+
+  __device__ static constexpr int product_of_weight(int i) {
     if constexpr (kCalls > 0) {
       for (int c = 0; c < kCalls; ++c) {
         const OwnCall call = own_call<Cell, Config::kBackward>(c);
         const int n = i - kGates - call.first;
         if (n < 0 || n >= call.inputs * call.outputs) continue;
-        return kGates + Cell::block_of(call.first + n % call.outputs * call.inputs + n / call.outputs);
+        return call.first + n % call.outputs * call.inputs + n / call.outputs;
       }
     }
+    return i - kGates;
+  }
+  // Its block of weight_hh.
+  __device__ static constexpr int block_of_weight(int i) {
     if constexpr (kProductsOf<Cell> > 0) {
-      if (i >= kGates) return kGates + Cell::block_of(i - kGates);
+      if (i >= kGates) return kGates + Cell::block_of(product_of_weight(i));
     }
     return i;
+  }
+  // Whether the block keeps only its heads of it, and its number among those of which this is as true.
+  __device__ static constexpr bool is_of_heads(int i) {
+    return Config::kHasWholeHeads && i >= kGates && is_block_diagonal<Cell>(product_of_weight(i));
+  }
+  __device__ static constexpr int place_of(int i) {
+    int place = 0;
+    for (int before = 0; before < i; ++before) place += is_of_heads(before) == is_of_heads(i);
+    return place;
+  }
+  __device__ static constexpr int weight_at(int place, bool of_heads) {
+    int i = 0;
+    while (is_of_heads(i) != of_heads || place_of(i) != place) ++i;
+    return i;
+  }
+
+  // `row(block, unit)` is a row of a block of weight_hh.
+  template <class Row>
+  __device__ __forceinline__ void load_all_weights(size_t to_lower, Row&& row) {
+    load_weights<Config>(weights_, map_, hidden_, to_lower, [&](int place, int unit) {
+      return row(block_of_weight(Config::kHasWholeHeads ? weight_at(place, false) : place), unit);
+    });
+    if constexpr (Config::kHasWholeHeads) {
+      heads_.load(map_, hidden_, to_lower, [&](int place, int unit) {
+        return row(block_of_weight(weight_at(place, true)), unit);
+      });
+    }
+  }
+
+  // Whether the product with h has parts that stay in a block, whose backward are calls.
+  __device__ static constexpr bool heads_take_h() {
+    for (int i = 0; !Config::kBackward && i < products_of_h<Cell>(); ++i) {
+      if (is_of_heads(kGates + i)) return true;
+    }
+    return false;
+  }
+  static constexpr bool kHeadsTakeH = heads_take_h();
+
+  // Adds the products of an input with the weights from kWeight on, of all units' vectors or the block's own.
+  template <int kWeight, int kOut = 0, class Own, int kOutputs>
+  __device__ __forceinline__ void multiply_each(float (&products)[kOutputs][4],
+                                                const uint4 (&vectors)[1][Config::kChunks], const Own& own,
+                                                int rows) {
+    if constexpr (kOut < kOutputs) {
+      constexpr int kPlace = place_of(kWeight + kOut);
+      auto& sums = reinterpret_cast<float(&)[1][4]>(products[kOut]);
+      if constexpr (is_of_heads(kWeight + kOut)) {
+        WarpProduct<typename Config::Product, 1, 1, Heads::kChunks>::multiply(sums, heads_.weights, kPlace,
+                                                                              own, scratch_, rows);
+      } else {
+        WarpProduct<typename Config::Product, 1, 1, Config::kChunks>::multiply(sums, weights_, kPlace,
+                                                                               vectors, scratch_, rows);
+      }
+      multiply_each<kWeight, kOut + 1>(products, vectors, own, rows);
+    }
   }
 
   const int hidden_;
@@ -248,6 +319,7 @@ class PersistentSteps {
   Pair<T> parameters_[kPairs][at_least_one(Cell::kParameters)];
   RowUnits row_units_;  // begins before the exchange, in which the blocks of a cluster wait for each other
   Exchange exchange_;
+  Heads heads_;
   char* const call_memory_;
   CallExchange call_exchange_;
   T* given_ = nullptr;  // [rows, planes, H] what calls take, if it is in memory
@@ -261,6 +333,13 @@ class PersistentSteps {
       return static_cast<const GroupGridOfRows&>(grid).first_group;
     } else {
       return 0;
+    }
+  }
+  __device__ Heads heads_of_block(const Storage& storage, int rows) const {
+    if constexpr (Config::kHasWholeHeads) {
+      return {storage.weights_of_heads(), storage.given_to_heads(rows), map_};
+    } else {
+      return {};
     }
   }
   __device__ CallExchange exchange_of_calls(const GroupGrid& grid) const {
@@ -289,7 +368,7 @@ class PersistentSteps {
   template <int kCall, int kInputs>
   __device__ __forceinline__ void give(const UnitsPack (&given)[kInputs]) {
     constexpr int kOutputs = own_call<Cell, Config::kBackward>(kCall).outputs;
-    auto&& exchange = exchange_of_call<kInputs>();
+    [[maybe_unused]] auto&& exchange = exchange_of_call<kInputs>();
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const int b = row(i, 0);
@@ -298,7 +377,12 @@ class PersistentSteps {
 #pragma unroll
       for (int input = 0; input < kInputs; ++input) {
         const float2 x = make_float2(given[input].of[2 * i], given[input].of[2 * i + 1]);
-        exchange.give(to + input * width(), x, exists, map_.pair_row(i), input, map_.pair_unit(i));
+        const int row = map_.pair_row(i), unit = map_.pair_unit(i);
+        if constexpr (stays_in_block<kCall>()) {
+          if (exists) write_pair(heads_.given.at(row, input) + unit, x.x, x.y);
+        } else {
+          exchange.give(to + input * width(), x, exists, row, input, unit);
+        }
         if (!Config::kBackward || !exists) continue;
         // Each product's gradient is in memory, for those of the weights.
 #pragma unroll
@@ -308,19 +392,40 @@ class PersistentSteps {
       }
     }
   }
+  template <int kCall>
+  __device__ static constexpr bool stays_in_block() {
+    return Config::kHasWholeHeads && is_block_diagonal<Cell>(own_call<Cell, Config::kBackward>(kCall));
+  }
   // Partial sums that all threads may then read.
   template <int kCall>
   __device__ __forceinline__ const float* multiply_given() {
-    constexpr OwnCall kSizes = own_call<Cell, Config::kBackward>(kCall);
-    constexpr int kInputs = kSizes.inputs, kOutputs = kSizes.outputs;
-    constexpr int kPerLoad = Exchange::kThroughL2 && Config::kShape.sharing_warps() == 1 ? kInputs : 1;
+    float products[own_call<Cell, Config::kBackward>(kCall).outputs][4] = {};
     const int b = map_.first_row + map_.g;
     const RowSource<T> source = {given_at<kCall>(b) + map_.element, b < map_.end_row ? map_.vectors : 0, true,
                                  map_.element, map_.g};
+    if constexpr (stays_in_block<kCall>()) {
+      __syncthreads();
+      multiply_heads<kCall>(products, source);
+    } else if constexpr (Config::kHasWholeHeads) {
+      call_exchange_.pass_on();
+      multiply_heads<kCall>(products, source);
+    } else {
+      multiply_exchanged<kCall>(products, source);
+    }
+    float* const sums = sums_ + (product_of(step_, 1 + kCall) & 1) * Sums::kSize;
+    Sums::write(sums, products, map_);
+    __syncthreads();
+    return sums;
+  }
+  template <int kCall, int kOutputs>
+  __device__ __forceinline__ void multiply_exchanged(float (&products)[kOutputs][4],
+                                                     const RowSource<T>& source) {
+    constexpr OwnCall kSizes = own_call<Cell, Config::kBackward>(kCall);
+    constexpr int kInputs = kSizes.inputs;
+    constexpr int kPerLoad = Exchange::kThroughL2 && Config::kShape.sharing_warps() == 1 ? kInputs : 1;
     auto&& exchange = exchange_of_call<kInputs>();
     exchange.pass_on();
     exchange.start(source);
-    float products[kOutputs][4] = {};
 #pragma unroll
     for (int input = 0; input < kInputs; input += kPerLoad) {
       uint4 vectors[kPerLoad][Config::kChunks];
@@ -333,10 +438,23 @@ class PersistentSteps {
             map_.end_row - map_.first_row);
       }
     }
-    float* const sums = sums_ + (product_of(step_, 1 + kCall) & 1) * Sums::kSize;
-    Sums::write(sums, products, map_);
-    __syncthreads();
-    return sums;
+  }
+  template <int kCall, int kInput = 0, int kOutputs>
+  __device__ __forceinline__ void multiply_heads(float (&products)[kOutputs][4], const RowSource<T>& source) {
+    constexpr OwnCall kSizes = own_call<Cell, Config::kBackward>(kCall);
+    if constexpr (kInput < kSizes.inputs) {
+      uint4 vectors[1][Config::kChunks];
+      typename Heads::Vectors own;
+      if constexpr (stays_in_block<kCall>()) {
+        heads_.read(own, heads_.given, kInput, 0);
+      } else {
+        call_exchange_.load(vectors, kInput, source);
+        heads_.read(own, call_exchange_.received(), kInput, map_.first_unit);
+      }
+      multiply_each<kGates + kSizes.first + kInput * kSizes.outputs>(products, vectors, own,
+                                                                     map_.end_row - map_.first_row);
+      multiply_heads<kCall, kInput + 1>(products, source);
+    }
   }
 
   __device__ RowUnits units_of_rows(const GroupGrid& grid, const Storage& storage) const {
