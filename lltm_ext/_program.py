@@ -68,10 +68,14 @@ def numbers_of_products(cell: RecurrentCell) -> list[int]:
 
 
 def diagonal_blocks(cell: RecurrentCell) -> tuple[int, frozenset[int]]:
-    """How many units a head has in block-diagonal weights of the cell's own, and the blocks of these weights. No
-    blocks if kernels gain nothing from it: the heads differ, or are larger than a block of units."""
-    sizes = set(cell.units_of_heads) - {0}
-    if len(sizes) != 1 or max(sizes) > MOST_UNITS or len(cell.derived.products) > MOST_PRODUCTS:
+    """The units of a head in the block-diagonal weights of the cell's own, and the blocks of these weights.
+
+    (0, none) if the heads of weights differ or are larger than a block of units: kernels then gain nothing.
+    """
+    sizes, derived = set(cell.units_of_heads) - {0}, cell.derived
+    if len(sizes) != 1 or max(sizes) > MOST_UNITS:
+        return 0, frozenset()
+    if isinstance(derived, SourceCell) or len(derived.products) > MOST_PRODUCTS:
         return 0, frozenset()
     first, found = 0, set[int]()
     for units, (rows, columns) in zip(cell.units_of_heads, cell.weights.values(), strict=True):

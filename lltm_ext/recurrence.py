@@ -351,8 +351,11 @@ class RecurrentCell:
     with_inputs_as_gates._dynamo_marked_constant = True  # type: ignore[attr-defined]  # it derives a cell
 
     def with_heads(self, units: tuple[int, ...]) -> RecurrentCell:
-        """The cell whose own weights have heads of so many units, 0 for dense ones. It computes the same; kernels
-        may keep less of such weights."""
+        """The same cell, whose program says how many units a head of each of its own weights has.
+
+        Args:
+            units: 0 for a dense weight.
+        """
         if not any(units):
             return self
         with DERIVING:
@@ -532,9 +535,7 @@ class RecurrentCell:
         if not self.has_own_weights or torch.compiler.is_compiling():  # which may not know the sizes
             return self
         shapes = [(named[name].shape, rows) for name, (rows, _) in self.weights.items()]
-        return self.with_heads(
-            tuple(columns if columns * n < rows else 0 for (rows, columns), n in shapes)
-        )
+        return self.with_heads(tuple(columns if columns * n < rows else 0 for (rows, columns), n in shapes))
 
     def weights_of_products(self, weight_hh: Any, hidden: int, named: Mapping[str, Any]) -> Tensor:
         """weight_hh as the ops take it: rows for all gates, then the blocks of the cell's own weights."""

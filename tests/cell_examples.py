@@ -11,6 +11,7 @@ import lltm_ext
 from lltm_ext import cells
 from lltm_ext._arguments import SequenceCall
 from lltm_ext._loop import run_loop
+from lltm_ext._program import diagonal_blocks
 from lltm_ext.recurrence import run
 
 
@@ -206,7 +207,7 @@ def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True, heads=
     rows_hh, scale = len(cell.recurrent_gates) * hidden, 0.5 * max(hidden, 1) ** -0.5
     weight_hh = make(rows_hh, hidden // heads, scale=scale) if cell.recurrent else None
     if cell.weights:  # with rows for all gates, then the blocks of its own weights
-        weight_hh = make(cell.rows_of_products * hidden, hidden, scale=scale)
+        weight_hh = between_heads_zero(cell, make(cell.rows_of_products * hidden, hidden, scale=scale))
     biases = make(rows) if bias else None
     if bias and cell.__name__ in SIDES and make.dtype.itemsize == 2:
         sign = torch.tensor([1.0, -1.0]).repeat(hidden)[:hidden]
@@ -216,6 +217,16 @@ def arguments_of(cell, make, steps, batch, hidden, input_size, bias=True, heads=
     if cell.__name__ == "lif":  # smaller ones make the gradient of v0 subnormal in float16
         parameters = [p.abs() + 0.3 for p in parameters]
     return Call(make(*steps, input_size), states, weight_ih, weight_hh, biases, parameters)
+
+
+def between_heads_zero(cell, weight_hh):
+    """weight_hh with zeros between the heads of the blocks that are block-diagonal (cell.with_heads)."""
+    units, blocks = diagonal_blocks(cell)
+    head = torch.arange(weight_hh.shape[1], device=weight_hh.device) // max(units, 1)
+    keep = torch.ones_like(weight_hh).view(-1, len(head), len(head))
+    for block in blocks:
+        keep[cell.gates + block] = (head[:, None] == head).to(keep)
+    return (weight_hh.detach() * keep.view_as(weight_hh)).requires_grad_(weight_hh.requires_grad)
 
 
 def named_parameters(cell, values):

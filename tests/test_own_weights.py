@@ -7,6 +7,7 @@ from op_suite import DOUBLE, assert_near, needs_cuda
 
 import lltm_ext
 from lltm_ext import cells
+from lltm_ext._program import diagonal_blocks
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -174,6 +175,16 @@ def test_heads_divide_the_weights_of_a_cell():
     assert_near(layer(x)[0], dense(x)[0], 1e-6)
 
 
+def test_the_program_of_heads_says_which_products_have_block_diagonal_weights():
+    cell = cells.dreamer_block_gru
+    layer = lltm_ext.Recurrent(cell, 5, 64, heads={"block": 8, "gates": 8})
+    assert diagonal_blocks(layer._cell) == (8, {0, 2, 3, 4})
+    assert layer._cell.program != cell.program
+    for heads in ({"block": 8, "gates": 4}, {"weight_hh": 8}, 1):  # heads that differ, and none
+        layer = lltm_ext.Recurrent(cell, 5, 64, heads=heads)
+        assert diagonal_blocks(layer._cell) == (0, frozenset())
+
+
 @every_cell
 def test_torch_compile_traces_a_layer(cell, fresh_dynamo):
     torch.manual_seed(0)
@@ -222,6 +233,16 @@ def test_values_and_gradients_equal_the_loop_on_a_gpu(cell, dtype, hidden):
     example = Example(cell, dtype, length=4, batch=3, hidden=hidden, device="cuda")
     example.check()
     example.check(algorithm="stepwise")
+
+
+@needs_cuda
+@pytest.mark.parametrize("hidden, units", [(24, 8), (48, 16), (200, 8), (256, 32), (512, 64), (512, 8)])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", ["dreamer_block_gru", "gru_with_reset_first", "mogrified"])
+def test_values_and_gradients_of_heads_equal_the_loop_on_a_gpu(name, dtype, hidden, units):
+    cell = next(cell for cell in CELLS if cell.__name__ == name)
+    some = tuple(units * (i != 1) * (columns == 1) for i, (_, columns) in enumerate(cell.weights.values()))
+    Example(cell.with_heads(some), dtype, length=4, batch=11, hidden=hidden, device="cuda").check()
 
 
 @needs_cuda

@@ -44,7 +44,7 @@ TO_INITIAL = {
     for name in ("gru_with_recurrent_dropout", "smoothed_lstm", "lstm_of_both_states", "without_product")
 }
 # Heads of eight units in some weights of the cells' own.
-OWN_HEADS = {"dreamer_block_gru": (8, 0, 8), "gru_with_reset_first": (8,), "mogrified": (8, 8, 0)}
+OWN_HEADS = {"dreamer_block_gru": (8, 0, 8), "gru_with_reset_first": (8,), "mogrified": (0, 8, 0)}
 WITH_HEADS = {f"{name}_with_heads": FROM_PYTHON[name].with_heads(units) for name, units in OWN_HEADS.items()}
 DERIVED = FROM_PYTHON | TO_INITIAL | WITH_HEADS
 CELLS = [*WRITTEN, *DERIVED]
@@ -71,7 +71,9 @@ def header(names):
             products = enumerate(DERIVED[name].derived.products)
             mask = sum(1 << i for i, product in products if product.block in blocks)
             lines.append(f"template <> constexpr int lltm_ext::kHeadUnits<{struct_of(name)}> = {units};")
-            lines.append(f"template <> constexpr unsigned lltm_ext::kBlockDiagonal<{struct_of(name)}> = {mask};")
+            lines.append(
+                f"template <> constexpr unsigned lltm_ext::kBlockDiagonal<{struct_of(name)}> = {mask};"
+            )
         if name in TO_INITIAL:
             lines.append(f"template <> constexpr bool lltm_ext::kResetsToInitial<{struct_of(name)}> = true;")
     lines.append("#define FOR_ALL_CELLS(F) " + " ".join(f'F("{name}", {struct_of(name)})' for name in names))

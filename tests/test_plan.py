@@ -19,16 +19,18 @@ PROGRAM = """
 using namespace lltm_ext;
 
 // Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,hopper,
-// shared bytes,algorithm,states,sequences,tf32,recurrent,side by side,steps,affine,over units,heads,products
+// shared bytes,algorithm,states,sequences,tf32,recurrent,side by side,steps,affine,over units,heads,products,
+// units of a head in the weights of four of these
 int main(int count, char** questions) {
   const char* names[] = {"auto", "stepwise", "cluster", "grid"};
   for (int i = 1; i < count; ++i) {
-    int n[21];
+    int n[22];
     char* at = questions[i];
     for (int& value : n) value = std::strtol(at, &at, 10), ++at;
     const CellShape cell = {n[5], n[11], /*saved=*/n[5] + 1, 0, 0, n[14] != 0, false, false,
                             1, true, false, false, n[17] != 0, n[18] != 0, n[20], n[20], n[20], 0,
-                            {0, n[20] > 0, n[20]}, {0, n[20], n[20] > 0}};
+                            {0, n[20] > 0, n[20]}, {0, n[20], n[20] > 0},
+                            n[21], n[21] ? 4 : 0, {0, 1, 1}, {0, 1, 2}};
     const Problem problem = {cell, n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[12], n[13] != 0,
                              n[15] != 0, n[16], n[19]};
     const PersistentVariant* variants = problem.element_size == 2 ? kHalfVariants : kFloatVariants;
@@ -113,9 +115,10 @@ def encode(
     over_units=False,
     heads=1,
     products=0,
+    head_units=0,
 ):
     cell = states, sequences, tf32, recurrent, side_by_side, steps, affine, over_units, heads, products
-    values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm], *cell)
+    values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm], *cell, head_units)
     return ",".join(str(int(value)) for value in values)
 
 
@@ -458,6 +461,16 @@ def test_weights_of_a_cells_own_are_on_the_chip_too(plan):
     refused = plan(*({"hidden": 64, "batch": 8, "products": 1} | options for options in (packed, twice)))
     assert refused[0].why_not == "takes no packed sequences of cells that read other units"
     assert refused[1].algorithm == "stepwise"
+
+
+def test_a_cluster_has_room_for_block_diagonal_weights_of_which_blocks_have_whole_heads(plan):
+    problem = {"hidden": 512, "batch": 16, "gates": 1, "products": 5, "over_units": True}
+    of_units = {
+        units: plan(*(problem | {"head_units": units, "backward": back} for back in (False, True)))
+        for units in (0, 32, 64, 128)
+    }
+    found = {units: tuple(x.algorithm for x in plans) for units, plans in of_units.items()}
+    assert found == {units: ("cluster" if 0 < units <= 64 else "grid",) * 2 for units in found}
 
 
 def test_all_heads_have_blocks_at_the_same_time(plan):

@@ -57,8 +57,8 @@ struct CellShape {
   int products_of_h;        // the first products, if these take the previous h
   OwnCall call, back_call;  // the most inputs and outputs of the calls of all others, and of the backward
   // Of products with block-diagonal weights:
-  int head_units;      // units of a head, or 0 if there are none
-  int block_diagonal;  // how many there are
+  int head_units;                       // units of a head, or 0 if there are none
+  int block_diagonal;                   // how many there are
   OwnCall dense_call, dense_back_call;  // as `call`, of the calls in which not all products are such
 
   // Planes of gates that forward keeps for backward: saved values or, without a product, the projections.

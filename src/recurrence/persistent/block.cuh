@@ -116,8 +116,8 @@ struct ThreadMap {
   __device__ __forceinline__ static int pair(int i) { return threadIdx.x + i * kBlockThreads; }
 };
 
-// Loads kCount of a warp's weights: rows g and g + 8 of its 16 units. `row(i, unit)` is the start of row g, and
-// row g + 8 follows `to_lower` elements later. The lane takes `vectors` chunks from `element` of K on.
+// Loads kCount of a warp's weights: rows g and g + 8 of its 16 units. `row(i, unit)` is the start of row g,
+// and row g + 8 follows `to_lower` elements later. The lane takes `vectors` chunks from `element` of K on.
 template <class Config, int kCount, int kChunks, class Weights, class Row>
 __device__ __forceinline__ void load_weights(Weights& weights, const ThreadMap<Config>& map, int element,
                                              int vectors, int hidden, size_t to_lower, Row&& row) {

@@ -93,8 +93,8 @@ struct PersistentShape {
   }
   constexpr int inputs_per_product() const { return on_tensor_cores() ? inputs_per_load() : 1; }
 
-  // Whether a block has whole heads of the products with block-diagonal weights. It then keeps only its blocks
-  // of these weights, and its units exchange what such a product takes among themselves.
+  // Whether a block has whole heads of the products with block-diagonal weights. It then keeps only its
+  // blocks of these weights, and its units exchange what such a product takes among themselves.
   constexpr bool has_whole_heads() const {
     return cell.head_units > 0 && through() == ExchangeThrough::kCluster && units() % cell.head_units == 0;
   }
@@ -180,8 +180,8 @@ struct PersistentShape {
   constexpr int shared_bytes(const Group& group) const {
     if (variant.row_per_block) return 4 * 2 * inputs() * units();
     const int of_warp = warp_scratch() + warp_weights() + warp_weights_of_heads();
-    const int floats = 2 * partial_sums() + kBlockWarps * of_warp + row_parts() +
-                       group.rows * live_states_per_row();
+    const int floats =
+        2 * partial_sums() + kBlockWarps * of_warp + row_parts() + group.rows * live_states_per_row();
     return 4 * floats + exchange_bytes(inputs()) + exchange_bytes(exchanged_call().inputs) + heads_bytes();
   }
 };

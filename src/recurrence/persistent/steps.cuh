@@ -49,9 +49,8 @@ class PersistentSteps {
   using UnitsPack = Pack<kPairs, kUnits / 2, Config::kThrough>;
   using RowUnits = typename Conditional<kOverUnits, RowOfUnits<UnitsPack>, NoUnits>::type;
   static constexpr int kExchanged = Config::kShape.exchanged_call().inputs;
-  using CallExchange =
-      typename Conditional<(kExchanged > 0 && !Exchange::kThroughL2),
-                           typename Config::template ExchangeOf<kExchanged>, NoUnits>::type;
+  using CallExchange = typename Conditional<(kExchanged > 0 && !Exchange::kThroughL2),
+                                            typename Config::template ExchangeOf<kExchanged>, NoUnits>::type;
   using Heads = typename Conditional<Config::kHasWholeHeads, HeadsOfBlock<Config>, NoUnits>::type;
 
   __device__ PersistentSteps(const GroupGrid& grid, int batch, int hidden, const Storage& storage)
@@ -233,8 +232,8 @@ class PersistentSteps {
   }
   // ---- weights
   //
-  // A warp's i-th weight is that of a gate or, from kGates on, of a product with the cell's own weights. Calls
-  // multiply one input after the other.
+  // A warp's i-th weight is that of a gate or, from kGates on, of a product with the cell's own weights.
+  // Calls multiply one input after the other.
 
   __device__ static constexpr int product_of_weight(int i) {
     if constexpr (kCalls > 0) {
@@ -276,9 +275,8 @@ class PersistentSteps {
       return row(block_of_weight(Config::kHasWholeHeads ? weight_at(place, false) : place), unit);
     });
     if constexpr (Config::kHasWholeHeads) {
-      heads_.load(map_, hidden_, to_lower, [&](int place, int unit) {
-        return row(block_of_weight(weight_at(place, true)), unit);
-      });
+      heads_.load(map_, hidden_, to_lower,
+                  [&](int place, int unit) { return row(block_of_weight(weight_at(place, true)), unit); });
     }
   }
 
@@ -298,7 +296,7 @@ class PersistentSteps {
                                                 int rows) {
     if constexpr (kOut < kOutputs) {
       constexpr int kPlace = place_of(kWeight + kOut);
-      auto& sums = reinterpret_cast<float(&)[1][4]>(products[kOut]);
+      auto& sums = reinterpret_cast<float (&)[1][4]>(products[kOut]);
       if constexpr (is_of_heads(kWeight + kOut)) {
         WarpProduct<typename Config::Product, 1, 1, Heads::kChunks>::multiply(sums, heads_.weights, kPlace,
                                                                               own, scratch_, rows);
