@@ -23,6 +23,7 @@ LLTM_EMBED(pair_cuh, "recurrence/persistent/pair.cuh");
 LLTM_EMBED(product_cuh, "recurrence/persistent/product.cuh");
 LLTM_EMBED(exchange_cuh, "recurrence/persistent/exchange.cuh");
 LLTM_EMBED(heads_cuh, "recurrence/persistent/heads.cuh");
+LLTM_EMBED(own_heads_cuh, "recurrence/persistent/own_heads.cuh");
 LLTM_EMBED(units_cuh, "recurrence/persistent/units.cuh");
 LLTM_EMBED(block_cuh, "recurrence/persistent/block.cuh");
 LLTM_EMBED(steps_cuh, "recurrence/persistent/steps.cuh");
@@ -77,6 +78,7 @@ const std::vector<Header> kHeaders = {
     product_cuh,
     exchange_cuh,
     heads_cuh,
+    own_heads_cuh,
     units_cuh,
     block_cuh,
     steps_cuh,
