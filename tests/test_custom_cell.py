@@ -493,6 +493,15 @@ def test_the_stages_of_a_step_with_further_products_compile(cell, backward, arch
             binary(cell.programs[dtype], dtype, backward, -1, architecture, stage=stage)
 
 
+@passes
+def test_whole_steps_with_further_products_compile(backward):
+    """Through L2 and in a cluster, with block-diagonal weights of which blocks have whole heads or not."""
+    dense = CELLS["dreamer_block_gru"]
+    for cell in (dense, dense.with_heads((32, 0, 32))):
+        for dtype, variant in ((torch.bfloat16, 8), (torch.bfloat16, 5), (torch.float32, 22)):
+            binary(cell.programs[dtype], dtype, backward, variant)
+
+
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("dtype", [*TYPES, DOUBLE])
 def test_steps_and_their_gradients_compile(dtype, backward):
