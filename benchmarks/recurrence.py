@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import statistics
@@ -14,7 +13,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from cell_peers import FLASHRNN, SNNTORCH, TORCHRL, OfFlashRNN, OfSnntorch, OfTorchrl
 from harness import DTYPES, INK, OUR_COLOR, PEERS, Bench, Row, finish, parse
+from libraries import is_installed
 from torch import Tensor, nn
 
 import lltm_ext
@@ -241,7 +242,7 @@ def measure_looped(bench: Bench, c: Looped, shape: Shape) -> Row:
     return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
 
 
-# ---- DreamerV3's GRU of blocks beside torchrl's ------------------------------------------------------------
+# ---- layers of other libraries (cell_peers.py) -------------------------------------------------------------
 
 
 class BlockGRU(nn.Module):
@@ -260,38 +261,6 @@ class BlockGRU(nn.Module):
         return output
 
 
-class OfTorchrl(nn.Module):
-    """torchrl's, which takes [B, T, H], by its Triton kernels on CUDA. Its parameters are always float32."""
-
-    def __init__(self, hidden: int, blocks: int, device: torch.device):
-        super().__init__()
-        from torchrl.modules import DreamerV3BlockGRU
-
-        how = {"projection_size": hidden, "num_blocks": blocks, "device": device}
-        backend = "triton" if device.type == "cuda" else "reference"
-        self.layer = DreamerV3BlockGRU(hidden, hidden, **how, recurrent_backend=backend)
-
-    def forward(self, input: Tensor) -> tuple[Tensor, Any]:
-        output, h_n = self.layer(input.transpose(0, 1))
-        return output.transpose(0, 1), h_n
-
-
-TORCHRL = "torchrl's DreamerV3BlockGRU"
-
-
-def why_no_torchrl(device: torch.device) -> str:
-    """Why its kernels cannot run here, or nothing."""
-    if not importlib.util.find_spec("torchrl"):
-        return "it is not installed"
-    from triton.compiler.errors import CompilationError
-
-    try:
-        OfTorchrl(64, 8, device)(torch.randn(2, 2, 64, device=device))
-    except CompilationError as error:
-        return f"this version of Triton does not compile them: {str(error).splitlines()[-1]}"
-    return ""
-
-
 def measure_blocks(bench: Bench, shape: Shape, precision: str) -> Row:
     dtype, hidden, blocks = dtype_of(precision), shape[2], 8
     layers: dict[str, tuple[nn.Module, dict[str, Any]]] = {
@@ -304,36 +273,11 @@ def measure_blocks(bench: Bench, shape: Shape, precision: str) -> Row:
     return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
 
 
-# ---- a recurrent layer of spiking neurons beside snntorch's ------------------------------------------------
-
-
 @lltm_ext.recurrence(gates=1, states=("membrane",))
 def leaky(x: Any, h: Any, s: Any) -> Any:
     """snntorch's RLeaky: a spike h lowers the membrane by the threshold 1 and passes no gradient there."""
     membrane = 0.9 * s.membrane + x[0] - h.detach()
     return lltm_ext.spike(membrane - 1), (membrane,)
-
-
-class OfSnntorch(nn.Module):
-    """One product for the input of all steps, then snntorch's neuron in a loop over the steps."""
-
-    def __init__(self, features: int, hidden: int, device: torch.device, dtype: torch.dtype):
-        super().__init__()
-        from snntorch import RLeaky
-
-        self.linear = nn.Linear(features, hidden, device=device, dtype=dtype)
-        self.neuron = RLeaky(0.9, linear_features=hidden).to(device, dtype)
-
-    def forward(self, input: Tensor) -> tuple[Tensor, Any]:
-        steps, outputs = self.linear(input).unbind(0), []
-        spikes = membrane = torch.zeros_like(steps[0])
-        for x in steps:
-            spikes, membrane = self.neuron(x, spikes, membrane)
-            outputs.append(spikes)
-        return torch.stack(outputs), membrane
-
-
-SNNTORCH = "snntorch's RLeaky in a loop"
 
 
 def measure_spikes(bench: Bench, shape: Shape, features: int) -> Row:
@@ -348,6 +292,49 @@ def measure_spikes(bench: Bench, shape: Shape, features: int) -> Row:
     row |= {"precision": "float32", "I": features} | dict(zip("BTH", shape, strict=True))
     row |= in_both_modes(bench, layers, random_input((*shape[:2], features), *how), "float32", hidden)
     return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
+
+
+class OfProjections(nn.Module):
+    """Our sLSTM with heads, for projections of the input, as FlashRNN's takes them."""
+
+    def __init__(self, hidden: int, heads: int, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        layer = lltm_ext.Recurrent(cells.slstm, 1, hidden, heads=heads, device=device, dtype=dtype)
+        self.weight, self.bias = layer.weight_hh_l0, layer.bias_l0
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Any]:
+        zeros = input.new_zeros(input.shape[1], self.weight.shape[0] // 4)
+        output: tuple[Tensor, Any] = cells.slstm(input, (zeros,) * 4, None, self.weight, self.bias)
+        return output
+
+
+def measure_heads(bench: Bench, shape: Shape, heads: int) -> Row:
+    (batch, length, hidden), how = shape, (bench.device, torch.bfloat16)
+    layers: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+        "ours": (OfProjections(hidden, heads, *how), {}),
+        "peer": (OfFlashRNN(batch, hidden, heads, *how), {}),
+    }
+    row: Row = {"part": "heads", "ours": f"slstm, heads={heads}", "peer": FLASHRNN, "precision": "bfloat16"}
+    row |= dict(zip("BTH", shape, strict=True))
+    row |= in_both_modes(bench, layers, random_input((batch, length, 4 * hidden), *how), "bfloat16", hidden)
+    return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
+
+
+def beside_other_libraries(bench: Bench, small: bool) -> list[Row]:
+    """Without a GPU, FlashRNN has no kernels."""
+    rows, missing = (
+        list[Row](),
+        [name for name in ("torchrl", "snntorch", "flashrnn") if not is_installed(name)],
+    )
+    if missing:
+        print(f"not measured: layers of {', '.join(missing)}, which are not installed")
+    if "torchrl" not in missing:
+        rows.append(measure_blocks(bench, (4, 4, 16) if small else (16, 64, 512), "bfloat16"))
+    if "snntorch" not in missing:
+        rows.append(measure_spikes(bench, (4, 4, 16) if small else (256, 100, 128), 700))
+    if "flashrnn" not in missing and bench.cuda and not small:
+        rows += [measure_heads(bench, *how) for how in (((8, 1024, 768), 3), ((64, 512, 512), 4))]
+    return rows
 
 
 # ---- resets ------------------------------------------------------------------------------------------------
@@ -546,15 +533,7 @@ def main() -> None:
             rows += [compare(bench, c, shape, precision) for precision in c.precisions]
     for looped in LOOPED if not args.small else ():
         rows += [measure_looped(bench, looped, shape) for shape in looped.grid]
-    shape = (4, 4, 16) if args.small else (16, 64, 512)
-    if reason := why_no_torchrl(bench.device):
-        print(f"not measured: torchrl's kernels, because {reason}")
-    else:
-        rows += [measure_blocks(bench, shape, precision) for precision in ("bfloat16", "float32")]
-    if importlib.util.find_spec("snntorch"):
-        rows.append(measure_spikes(bench, (4, 4, 16) if args.small else (256, 100, 128), 700))
-    else:
-        print("not measured: snntorch's neurons, because it is not installed")
+    rows += beside_other_libraries(bench, args.small)
     rows += [measure_resets(bench, shape) for shape in (SMALL_GRID if args.small else GRID[:3])]
     for which in MEMORY_BIAS:
         shape = SMALL_GRID[0] if args.small else (16, 1000, 128)
