@@ -271,7 +271,7 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
   if (plan.independent) plan.tiles = plan_detail::unit_tiles(problem, device);
   if (requested == Algorithm::kStepwise) return plan;
   // An algorithm requested by name takes the variant that kAuto would take of it, if there is one.
-  const auto choose = [&](const auto& variants, Algorithm algorithm, bool if_it_pays) {
+  const auto choose = [&](const auto& variants, Algorithm algorithm, bool if_it_pays, bool in_parts) {
     for (int i = 0; i < static_cast<int>(std::size(variants)); ++i) {
       const PersistentVariant& v = variants[i];
       GroupGrid grid;
@@ -283,11 +283,13 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
       if (only_forward && (problem.backward || requested != Algorithm::kAuto)) continue;
       if (!plan_detail::fits(v, problem, device, grid)) continue;
       if (if_it_pays && !plan_detail::pays_off(v, problem, device, grid, fused_step)) continue;
+      const int resident = device.multiprocessors / (problem.sequences * problem.heads * grid.group_blocks);
+      const bool needs_parts = v.algorithm == Algorithm::kGrid && grid.groups > resident;
+      if (needs_parts && !in_parts) continue;
       plan = {v.algorithm, i, grid};
       plan.heads = problem.heads;
       const PersistentShape shape = {problem.cell, v, problem.element_size, problem.backward};
-      const int resident = device.multiprocessors / (problem.sequences * problem.heads * grid.group_blocks);
-      if (v.algorithm == Algorithm::kGrid && grid.groups > resident) plan.most_groups = resident;
+      if (needs_parts) plan.most_groups = resident;
       plan.row_parts_bytes = problem.sequences * grid.groups * shape.row_parts_bytes(grid.group_blocks);
       if (!problem.backward && shape.through() == ExchangeThrough::kL2) {
         plan.given_bytes = problem.sequences * problem.steps * problem.batch * problem.hidden *
@@ -298,11 +300,15 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
   };
   const auto choose_of = [&](const auto& variants) {
     const bool any = requested == Algorithm::kAuto;
-    // Such cells take further exchanges, which are faster in a cluster.
+    // Of cells that read other units. They take further exchanges, which are faster in a cluster, and one
+    // launch of larger blocks is faster than several of smaller ones.
     const bool cluster_first = any && problem.cell.mixes_units();
-    choose(variants, cluster_first ? Algorithm::kCluster : requested, /*if_it_pays=*/true);
-    if (plan.variant < 0 && cluster_first) choose(variants, Algorithm::kGrid, /*if_it_pays=*/true);
-    if (plan.variant < 0 && !any) choose(variants, requested, /*if_it_pays=*/false);
+    choose(variants, cluster_first ? Algorithm::kCluster : requested, /*if_it_pays=*/true, false);
+    for (const bool in_parts : {false, true}) {
+      if (plan.variant < 0 && cluster_first)
+        choose(variants, Algorithm::kGrid, /*if_it_pays=*/true, in_parts);
+      if (plan.variant < 0 && !any) choose(variants, requested, /*if_it_pays=*/false, in_parts);
+    }
   };
   const bool possible = problem.cell.recurrent && problem.element_size <= 4 && problem.hidden > 0 &&
                         problem.batch > 0 && device.compute_capability >= 80;
