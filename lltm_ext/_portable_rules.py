@@ -490,7 +490,7 @@ def shape_cell(input: Tensor, *args: Any) -> tuple[Tensor, ...]:
         kept_gates = 0
     of_steps = (outputs * hidden, kept_gates * hidden, extra * hidden, has_output_apart * hidden)
     output, kept, *rest = (input.new_empty(*input.shape[:-1], n) for n in of_steps)
-    if wide and not recurrent:
+    if wide and not recurrent and weight_ih is not None:
         kept = kept.to(torch.promote_types(input.dtype, torch.float32))
     return output, h_n, states_n, kept, *rest
 

@@ -589,7 +589,9 @@ def test_kernels_of_independent_units_compile(name, architecture, backward):
         (DOUBLE, 1, 32, True),
     ):
         how = {"independent_units": units, "block_threads": threads, "dense": dense}
-        binary(CELLS[name].program, dtype, backward, -1, architecture, **how)
+        program = CELLS[name].programs[dtype]
+        for narrow in (False, True) if dtype.itemsize == 2 else (False,):
+            binary(program, dtype, backward, -1, architecture, narrow=narrow, **how)
 
 
 @compiled_for(["mingru", *WITHOUT_PRODUCT], "mingru", "sm_75", "sm_120")

@@ -5,7 +5,17 @@ import functools
 import pytest
 import torch
 from cell_examples import CELLS, arguments_of, everything, named_parameters
-from op_suite import BACKWARD, DOUBLE, FORWARD, Call, Make, assert_all_near, assert_same_bits, sum_of_squares
+from op_suite import (
+    BACKWARD,
+    DOUBLE,
+    FORWARD,
+    Call,
+    Make,
+    assert_all_near,
+    assert_same_bits,
+    needs_cuda,
+    sum_of_squares,
+)
 from sequence_suite import KINDS, assert_values_and_gradients
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -57,6 +67,22 @@ def test_a_call_equals_one_with_the_identity(name, dtype, device):
         for ys, c in zip(outputs, (found, expected), strict=True)
     ]
     assert_all_near(*gradients, BACKWARD[dtype])
+
+
+@needs_cuda
+def test_a_cell_that_decides_reads_an_input_of_half_types_as_it_is():
+    """Projections are in float32 there, but the input needs no copy in float32."""
+    x, h0 = (
+        torch.randn(64, 8, 512, dtype=torch.float16, device="cuda"),
+        torch.zeros(8, 512, device="cuda").half(),
+    )
+    call = functools.partial(cells.lif, x, (h0, h0), None, beta=torch.ones(512, device="cuda").half())
+    with torch.no_grad():
+        call()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * x.nbytes
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])

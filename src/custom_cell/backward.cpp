@@ -124,7 +124,7 @@ void check_backward_inputs(const CellOp& op, const CellCall& call, const Directi
   };
   const auto rows_of = [&](const c10::SymInt& width) { return sizes_like_input(input, width); };
   check("output", output, type, rows_of(hidden), "[..., hidden_size]");
-  check("gates", gates, kept_gates_type(shape, input), rows_of(kept_gates(shape, d) * hidden),
+  check("gates", gates, kept_gates_type(shape, input, d), rows_of(kept_gates(shape, d) * hidden),
         "[..., gates*hidden_size]");
   check("extra", extra, type, rows_of(shape.extra() * hidden), "[..., extra*hidden_size]");
   if (grad_output) {

@@ -32,7 +32,8 @@ CellCall cell_call(const at::Tensor& input, const TensorsOfDirection& forward_di
 
 CellOp op_for(const CellCall& call) {
   const bool resets_on_cuda = call.input.is_cuda() && call.directions[0].reset.defined();
-  const CellOp op(CellProgram::get(call.program), resets_on_cuda);
+  const CellProgram& program = CellProgram::get(call.program);
+  const CellOp op(program, resets_on_cuda, input_is_read(program.shape, call.input, call.directions[0]));
   op.check_device(call.input);
   return op;
 }
@@ -125,19 +126,19 @@ namespace {
 std::string source(const std::string& program, at::ScalarType type, bool backward, int variant,
                    int fused_rows, const std::string& reset, int independent_units, int small_batch,
                    int single_step_rows, bool on_tensor_cores, bool dense, int block_threads, int stage,
-                   int heads) {
+                   int heads, bool narrow) {
   return CellProgram::get(program).source({type, backward, variant, fused_rows, reset, independent_units,
                                            small_batch, single_step_rows, on_tensor_cores, dense,
-                                           block_threads, stage, heads});
+                                           block_threads, stage, heads, narrow});
 }
 
 std::string compile_binary(const std::string& program, at::ScalarType type, bool backward, int variant,
                            const std::string& architecture, int fused_rows, const std::string& reset,
                            int independent_units, int small_batch, int single_step_rows, bool on_tensor_cores,
-                           bool dense, int block_threads, int stage, int heads) {
+                           bool dense, int block_threads, int stage, int heads, bool narrow) {
   return compile_cell(CellProgram::get(program),
                       {type, backward, variant, fused_rows, reset, independent_units, small_batch,
-                       single_step_rows, on_tensor_cores, dense, block_threads, stage, heads},
+                       single_step_rows, on_tensor_cores, dense, block_threads, stage, heads, narrow},
                       architecture);
 }
 
@@ -189,7 +190,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   const std::string kernel =
       ", int fused_rows=0, str reset='', int independent_units=0, int small_batch=0, "
       "int single_step_rows=0, bool on_tensor_cores=False, bool dense=False, int block_threads=0, "
-      "int stage=0, int heads=1) -> ";
+      "int stage=0, int heads=1, bool narrow=False) -> ";
   m.def(("custom_cell_source(str program, ScalarType dtype, bool backward, int variant" + kernel + "str")
             .c_str(),
         {});
@@ -212,12 +213,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("reset") = "",
         py::arg("independent_units") = 0, py::arg("small_batch") = 0, py::arg("single_step_rows") = 0,
         py::arg("on_tensor_cores") = false, py::arg("dense") = false, py::arg("block_threads") = 0,
-        py::arg("stage") = 0, py::arg("heads") = 1);
+        py::arg("stage") = 0, py::arg("heads") = 1, py::arg("narrow") = false);
   m.def("compile", torch::wrap_pybind_function(returning_bytes(compile_binary)), py::arg("program"),
         py::arg("dtype"), py::arg("backward"), py::arg("variant"), py::arg("architecture"),
         py::arg("fused_rows") = 0, py::arg("reset") = "", py::arg("independent_units") = 0,
         py::arg("small_batch") = 0, py::arg("single_step_rows") = 0, py::arg("on_tensor_cores") = false,
-        py::arg("dense") = false, py::arg("block_threads") = 0, py::arg("stage") = 0, py::arg("heads") = 1);
+        py::arg("dense") = false, py::arg("block_threads") = 0, py::arg("stage") = 0, py::arg("heads") = 1,
+        py::arg("narrow") = false);
   m.def("compilations", compilations);
   m.def("add_compiled_cell", [](const std::string& name, intptr_t cell) {
     add_compiled_cell(name, *reinterpret_cast<const CompiledCell*>(cell));

@@ -46,15 +46,20 @@ inline at::ScalarType projections_type(const CellShape& shape, const at::Tensor&
 inline int64_t kept_gates(const CellShape& shape, const Direction& d) {
   return shape.recurrent || d.weight_ih.defined() ? shape.kept_gates() : 0;
 }
-inline at::ScalarType kept_gates_type(const CellShape& shape, const at::Tensor& input) {
-  return shape.recurrent ? input.scalar_type() : projections_type(shape, input);
+inline at::ScalarType kept_gates_type(const CellShape& shape, const at::Tensor& input, const Direction& d) {
+  const bool are_projections = !shape.recurrent && d.weight_ih.defined();
+  return are_projections ? projections_type(shape, input) : input.scalar_type();
 }
 inline at::Tensor empty_kept_gates(const CellShape& shape, const CellCall& call, const Direction& d) {
   const c10::SymInt width = kept_gates(shape, d) * hidden_of(shape, call, d);
   return at::empty_symint(sizes_like_input(call.input, width),
-                          call.input.options().dtype(kept_gates_type(shape, call.input)));
+                          call.input.options().dtype(kept_gates_type(shape, call.input, d)));
 }
 
+// Whether a kernel that runs all steps reads the input as projections.
+inline bool input_is_read(const CellShape& shape, const at::Tensor& input, const Direction& d) {
+  return input.is_cuda() && !shape.recurrent && !d.weight_ih.defined();
+}
 // The bias of the projections, or undefined.
 inline at::Tensor bias_of(const Direction& d) { return d.bias_hh.defined() ? d.bias + d.bias_hh : d.bias; }
 // The input without weight_ih as projections, with the bias.

@@ -65,7 +65,7 @@ struct Forward {
     const Matmul matmul(call.input);
     for (const Direction& d : call.directions) {
       Outputs& out = outs.emplace_back(empty_outputs(shape, call, d));
-      if (input_is_read(d)) {
+      if (input_is_read(shape, call.input, d)) {
         out.given = aligned(call.input.to(projections_type(shape, call.input)));
         out.given_bias = bias_of(d);
       } else {
@@ -80,10 +80,6 @@ struct Forward {
     }
   }
 
-  // Whether a kernel that runs all steps reads the input as projections.
-  bool input_is_read(const Direction& d) const {
-    return call.input.is_cuda() && !shape.recurrent && !d.weight_ih.defined();
-  }
   // The input's projections, in memory of their own if the steps overwrite them.
   at::Tensor projections(const Matmul& matmul, const Direction& d) const {
     const at::Tensor &input = call.input, bias = bias_of(d);

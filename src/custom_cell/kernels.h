@@ -36,12 +36,19 @@ constexpr at::ScalarType scalar_type_of() {
 
 class CellOp {
  public:
-  // Kernels that are compiled with the package take no resets.
-  CellOp(const CellProgram& program, bool resets_on_cuda)
-      : program_(program), compiled_(resets_on_cuda ? nullptr : program.compiled) {}
+  // Kernels that are compiled with the package take no resets. `reads_input`: whether kernels read the input
+  // in place of its projections, in its own type.
+  CellOp(const CellProgram& program, bool resets_on_cuda, bool reads_input)
+      : program_(program),
+        compiled_(resets_on_cuda ? nullptr : program.compiled),
+        narrow_(reads_input && program.shape.wide) {}
 
   std::string name() const { return program_.name; }
-  CellShape shape() const { return program_.shape; }
+  CellShape shape() const {
+    CellShape shape = program_.shape;
+    shape.wide = shape.wide && !narrow_;
+    return shape;
+  }
   const char* states_name() const { return program_.compiled ? "c0" : "states"; }
   bool is_compiled(const char* name) const { return program_.compiled && program_.name == name; }
   // Half types are only storage on the CPU: products in float32 are faster, and more exact.
@@ -106,7 +113,7 @@ class CellOp {
       which.heads = plan.heads;
       which.fused_rows = tile.rows;
       if (sequences.of[0].reset) which.reset = sequences.of[0].reset_is_bool ? "bool" : "float";
-      const cudaKernel_t kernel = load_cell_kernel(program_, which);
+      const cudaKernel_t kernel = load(which);
       if (tile.rows > 0) return run_fused_steps(kernel, shape().gates, sequences.of[0], tile, stream);
       return launch_persistent(kernel, shape(), sequences, plan, stream, links);
     }
@@ -125,7 +132,7 @@ class CellOp {
     config.blockDim = dim3(kSingleStepThreads);
     config.stream = stream;
     const void* arguments[] = {&step};
-    return cudaLaunchKernelExC(&config, load_cell_kernel(program_, which), const_cast<void**>(arguments));
+    return cudaLaunchKernelExC(&config, load(which), const_cast<void**>(arguments));
   }
 
   template <typename T>
@@ -179,7 +186,7 @@ class CellOp {
     which.independent_units = units;
     which.dense = !sequence.steps.first_rows && !sequence.reset;
     which.block_threads = in_tiles ? tiles.threads : kIndependentThreads;
-    const cudaKernel_t kernel = load_cell_kernel(program_, which);
+    const cudaKernel_t kernel = load(which);
     if (in_tiles) {
       tiles.input_bytes = tile_input_bytes(shape(), kValueBytes, which.backward, which.dense, tiles);
       return run_unit_tiles(kernel, sequence, tiles, shape(), stream);
@@ -197,7 +204,7 @@ class CellOp {
     DeviceInfo device;
     const cudaError_t error = device_info(device);
     if (error != cudaSuccess) return error;
-    return run_small_batch_steps(load_cell_kernel(program_, which), shape().gates, sequence, tile,
+    return run_small_batch_steps(load(which), shape().gates, sequence, tile,
                                  /*programmatic=*/device.compute_capability >= 90, stream);
   }
 
@@ -205,7 +212,7 @@ class CellOp {
   template <class Step>
   cudaError_t launch_step(const CellKernel& which, const Step& step, cudaStream_t stream) const {
     if (step.batch * step.hidden == 0) return cudaSuccess;
-    const cudaKernel_t kernel = load_cell_kernel(program_, which);
+    const cudaKernel_t kernel = load(which);
     DeviceInfo device;
     const cudaError_t error = device_info(device);
     if (error != cudaSuccess) return error;
@@ -238,8 +245,16 @@ class CellOp {
   }
 #endif
 
+#ifdef LLTM_EXT_WITH_CUDA
+  cudaKernel_t load(CellKernel which) const {
+    which.narrow = narrow_;
+    return load_cell_kernel(program_, which);
+  }
+#endif
+
   const CellProgram& program_;
   const CompiledCell* const compiled_;  // null: the call's kernels are compiled at run time
+  const bool narrow_;  // whether kernels read projections of half types where the cell's are in float32
 };
 
 }  // namespace lltm_ext

@@ -229,6 +229,7 @@ std::string CellProgram::source(const CellKernel& kernel) const {
   return c10::str(
       "#include \"recurrence/", text.header, "\"\n\nnamespace lltm_ext {\n\n", code,
       shape.resets_to_initial ? "\ntemplate <>\nconstexpr bool kResetsToInitial<Cell> = true;\n" : "",
+      kernel.narrow ? "\ntemplate <>\nconstexpr bool kIsWide<Cell> = false;\n" : "",
       shape.affine ? "\ntemplate <>\nconstexpr bool kIsAffine<Cell> = true;\n" : "", heads_text(),
       "\nusing T = ", element_name(name.c_str(), kernel.type),
       ";\n\nextern \"C\" __global__ void __launch_bounds__(", text.bounds, ")\n    ", kCellKernelName, "(",

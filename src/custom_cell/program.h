@@ -39,6 +39,7 @@ struct CellKernel {
   int block_threads = 0;  // of independent units (IndependentUnits::kBlockThreads)
   int stage = 0;          // of a pointwise step: those that end in products, and the one after them
   int heads = 1;          // of a persistent kernel
+  bool narrow = false;    // whether it reads projections of half types that other kernels have in float32
 
   bool is_persistent() const { return variant >= 0; }
   bool is_fused_step() const { return fused_rows > 0; }
@@ -47,7 +48,7 @@ struct CellKernel {
   bool is_single_step() const { return single_step_rows > 0; }
   auto key() const {
     return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, small_batch,
-                           single_step_rows, on_tensor_cores, dense, block_threads, stage, heads);
+                           single_step_rows, on_tensor_cores, dense, block_threads, stage, heads, narrow);
   }
 };
 
