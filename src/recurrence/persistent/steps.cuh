@@ -230,6 +230,7 @@ class PersistentSteps {
       multiply_all_given<kCall + 1>();
     }
   }
+
   // ---- weights
   //
   // A warp's i-th weight is that of a gate or, from kGates on, of a product with the cell's own weights.
@@ -253,7 +254,8 @@ class PersistentSteps {
     }
     return i;
   }
-  // Whether the block keeps only its heads of it, and its number among those of which this is as true.
+  // Whether this thread block keeps only its own heads of the weight, and its place among the weights of
+  // which it keeps as much.
   __device__ static constexpr bool is_of_heads(int i) {
     return Config::kHasWholeHeads && i >= kGates && is_block_diagonal<Cell>(product_of_weight(i));
   }
@@ -280,7 +282,7 @@ class PersistentSteps {
     }
   }
 
-  // Whether the product with h has parts that stay in a block, whose backward are calls.
+  // Whether block-diagonal weights multiply the previous h. Backward they are in calls.
   __device__ static constexpr bool heads_take_h() {
     for (int i = 0; !Config::kBackward && i < products_of_h<Cell>(); ++i) {
       if (is_of_heads(kGates + i)) return true;
