@@ -310,7 +310,7 @@ def gemm_sizes() -> str:
 
 def cells() -> str:
     """Cells derived from Python, GRU and RNN: times divided by the peer's."""
-    rows = load("recurrence")
+    rows = [row for op in ("recurrence", "cells") if (RESULTS / f"{op}.json").is_file() for row in load(op)]
     text = line("", *MODES) + "|---|---|---|\n"
     groups: dict[str, list[Row]] = {}
     for row in rows:

@@ -1,8 +1,10 @@
-"""Own cells: derived LSTM and LLTM against the built-in ones, GRU and RNN against torch's, resets."""
+"""Own cells: derived LSTM and LLTM against the built-in ones, GRU and RNN against torch's, resets.
+
+benchmarks/cells.py has those with heads, norms, further products and spikes.
+"""
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import subprocess
@@ -13,9 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from cell_peers import FLASHRNN, SNNTORCH, TORCHRL, OfFlashRNN, OfSnntorch, OfTorchrl
 from harness import DTYPES, INK, OUR_COLOR, PEERS, Bench, Row, finish, parse
-from libraries import is_installed
 from torch import Tensor, nn
 
 import lltm_ext
@@ -23,6 +23,8 @@ from lltm_ext import cells
 
 MODES = ("forward", "training")  # without gradients; forward and backward
 Shape = tuple[int, int, int]  # B, T, H (= I)
+TIMED = tuple(f"{who} {mode} ms" for mode in MODES for who in ("ours", "peer"))
+COMPARED = ["ours", "peer", "precision", "B", "T", "H", *TIMED, *(f"{mode} ratio" for mode in MODES)]
 GRID: tuple[Shape, ...] = (
     (16, 512, 128),
     (16, 1000, 256),
@@ -166,177 +168,6 @@ def compare(bench: Bench, c: Comparison, shape: Shape, precision: str) -> Row:
     return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
 
 
-# ---- block-diagonal weights, and norms over the units ------------------------------------------------------
-
-
-class CompiledLoop(nn.Module):
-    """A layer of an own cell as a Python loop over a step that torch.compile has compiled."""
-
-    def __init__(self, like: lltm_ext.Recurrent):
-        super().__init__()
-        self.layer, self.cell, self.step = like, like.cell, torch.compile(self.one_step, dynamic=False)
-
-    def one_step(
-        self, planes: Tensor, blocks: Tensor, parameters: Tensor, h: Tensor, *states: Tensor
-    ) -> tuple[Tensor, ...]:
-        heads, gates = blocks.shape[0], self.cell.gates
-        product = torch.bmm(h.unflatten(1, (heads, -1)).transpose(0, 1), blocks)
-        product = product.unflatten(2, (gates, -1)).permute(1, 2, 0, 3).flatten(1)
-        x, r = (
-            y.float().unflatten(1, (gates, -1)).unbind(1)
-            for y in ((planes, product) if self.cell.separate else (planes + product, product))
-        )
-        new_h, new = self.cell.step(x, r, h.float(), states, parameters.float().unbind(0), ())
-        return new_h.to(h.dtype), *new
-
-    def forward(self, input: Tensor) -> tuple[Tensor, Any]:
-        layer, hidden = self.layer, self.layer.hidden_size
-        planes = nn.functional.linear(input, layer.weight_ih_l0, layer.bias_l0)
-        size = layer.weight_hh_l0.shape[1]
-        blocks = layer.weight_hh_l0.view(self.cell.gates, -1, size, size).permute(1, 3, 0, 2).flatten(2)
-        own = [getattr(layer, f"{name}_l0") for name in self.cell.parameters]
-        parameters = torch.cat(own).view(-1, hidden) if own else input.new_empty(0, hidden)
-        h = input.new_zeros(input.shape[1], hidden)
-        states = [torch.zeros_like(h, dtype=torch.float32) for _ in self.cell.state_names[1:]]
-        outputs = []
-        for x in planes.unbind(0):
-            h, *states = self.step(x, blocks, parameters, h, *states)
-            outputs.append(h)
-        return torch.stack(outputs), (h, *states)
-
-
-class Looped(NamedTuple):
-    """A cell beside the compiled loop, in bfloat16."""
-
-    part: str
-    cell: lltm_ext.RecurrentCell
-    heads: int
-    grid: tuple[Shape, ...]
-    peer: str = "torch.compile'd loop"
-
-    @property
-    def ours(self) -> str:
-        heads = f", heads={self.heads}" if self.heads > 1 else ""
-        return f"Recurrent({self.cell.__name__}{heads})"
-
-
-LOOPED = (
-    Looped("heads", cells.slstm, 4, ((16, 256, 256), (16, 256, 512), (16, 256, 1024), (64, 512, 512))),
-    Looped("heads", cells.slstm, 3, ((8, 1024, 768),)),
-    Looped("norms", cells.dreamer_gru, 1, ((16, 64, 512),)),
-    Looped("norms", cells.layer_norm_lstm, 1, ((64, 512, 512), (16, 1000, 256))),
-)
-
-
-def measure_looped(bench: Bench, c: Looped, shape: Shape) -> Row:
-    torch.compiler.reset()  # else the limit of recompilations leaves the peer uncompiled
-    dtype, hidden = torch.bfloat16, shape[2]
-    layer = lltm_ext.Recurrent(c.cell, hidden, hidden, heads=c.heads, device=bench.device, dtype=dtype)
-    layers: dict[str, tuple[nn.Module, dict[str, Any]]] = {
-        "ours": (layer, {}),
-        "peer": (CompiledLoop(layer), {}),
-    }
-    row: Row = {"part": c.part, "ours": c.ours, "peer": c.peer, "precision": "bfloat16"}
-    row |= dict(zip("BTH", shape, strict=True))
-    row |= in_both_modes(bench, layers, random_input(shape, bench.device, dtype), "bfloat16")
-    return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
-
-
-# ---- layers of other libraries (cell_peers.py) -------------------------------------------------------------
-
-
-class BlockGRU(nn.Module):
-    """torchrl's DreamerV3BlockGRU by ours: its projection of the input, then the cell."""
-
-    def __init__(self, hidden: int, blocks: int, device: torch.device, dtype: torch.dtype):
-        super().__init__()
-        how: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.linear, self.scale = nn.Linear(hidden, hidden, **how), nn.Parameter(torch.ones(hidden, **how))
-        heads = {"block": blocks, "gates": blocks}
-        self.layer = lltm_ext.Recurrent(cells.dreamer_block_gru, hidden, hidden, heads=heads, **how)
-
-    def forward(self, input: Tensor) -> tuple[Tensor, Any]:
-        y = nn.functional.rms_norm(self.linear(input), self.scale.shape, self.scale, 1e-4)
-        output: tuple[Tensor, Any] = self.layer(nn.functional.silu(y))
-        return output
-
-
-def measure_blocks(bench: Bench, shape: Shape, precision: str) -> Row:
-    dtype, hidden, blocks = dtype_of(precision), shape[2], 8
-    layers: dict[str, tuple[nn.Module, dict[str, Any]]] = {
-        "ours": (BlockGRU(hidden, blocks, bench.device, dtype), {}),
-        "peer": (OfTorchrl(hidden, blocks, bench.device), {}),
-    }
-    row: Row = {"part": "norms", "ours": "Recurrent(dreamer_block_gru)", "peer": TORCHRL}
-    row |= {"precision": precision} | dict(zip("BTH", shape, strict=True))
-    row |= in_both_modes(bench, layers, random_input(shape, bench.device, dtype), precision)
-    return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
-
-
-@lltm_ext.recurrence(gates=1, states=("membrane",))
-def leaky(x: Any, h: Any, s: Any) -> Any:
-    """snntorch's RLeaky: a spike h lowers the membrane by the threshold 1 and passes no gradient there."""
-    membrane = 0.9 * s.membrane + x[0] - h.detach()
-    return lltm_ext.spike(membrane - 1), (membrane,)
-
-
-def measure_spikes(bench: Bench, shape: Shape, features: int) -> Row:
-    """Of the size of the Spiking Heidelberg Digits, which have 700 features."""
-    hidden, how = shape[2], (bench.device, torch.float32)
-    ours = lltm_ext.Recurrent(leaky, features, hidden, device=bench.device)
-    layers: dict[str, tuple[nn.Module, dict[str, Any]]] = {
-        "ours": (ours, {}),
-        "peer": (OfSnntorch(features, hidden, *how), {}),
-    }
-    row: Row = {"part": "spikes", "ours": "Recurrent(leaky)", "peer": SNNTORCH}
-    row |= {"precision": "float32", "I": features} | dict(zip("BTH", shape, strict=True))
-    row |= in_both_modes(bench, layers, random_input((*shape[:2], features), *how), "float32", hidden)
-    return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
-
-
-class OfProjections(nn.Module):
-    """Our sLSTM with heads, for projections of the input, as FlashRNN's takes them."""
-
-    def __init__(self, hidden: int, heads: int, device: torch.device, dtype: torch.dtype):
-        super().__init__()
-        layer = lltm_ext.Recurrent(cells.slstm, 1, hidden, heads=heads, device=device, dtype=dtype)
-        self.weight, self.bias = layer.weight_hh_l0, layer.bias_l0
-
-    def forward(self, input: Tensor) -> tuple[Tensor, Any]:
-        zeros = input.new_zeros(input.shape[1], self.weight.shape[0] // 4)
-        output: tuple[Tensor, Any] = cells.slstm(input, (zeros,) * 4, None, self.weight, self.bias)
-        return output
-
-
-def measure_heads(bench: Bench, shape: Shape, heads: int) -> Row:
-    (batch, length, hidden), how = shape, (bench.device, torch.bfloat16)
-    layers: dict[str, tuple[nn.Module, dict[str, Any]]] = {
-        "ours": (OfProjections(hidden, heads, *how), {}),
-        "peer": (OfFlashRNN(batch, hidden, heads, *how), {}),
-    }
-    row: Row = {"part": "heads", "ours": f"slstm, heads={heads}", "peer": FLASHRNN, "precision": "bfloat16"}
-    row |= dict(zip("BTH", shape, strict=True))
-    row |= in_both_modes(bench, layers, random_input((batch, length, 4 * hidden), *how), "bfloat16", hidden)
-    return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
-
-
-def beside_other_libraries(bench: Bench, small: bool) -> list[Row]:
-    """Without a GPU, FlashRNN has no kernels."""
-    rows, missing = (
-        list[Row](),
-        [name for name in ("torchrl", "snntorch", "flashrnn") if not is_installed(name)],
-    )
-    if missing:
-        print(f"not measured: layers of {', '.join(missing)}, which are not installed")
-    if "torchrl" not in missing:
-        rows.append(measure_blocks(bench, (4, 4, 16) if small else (16, 64, 512), "bfloat16"))
-    if "snntorch" not in missing:
-        rows.append(measure_spikes(bench, (4, 4, 16) if small else (256, 100, 128), 700))
-    if "flashrnn" not in missing and bench.cuda and not small:
-        rows += [measure_heads(bench, *how) for how in (((8, 1024, 768), 3), ((64, 512, 512), 4))]
-    return rows
-
-
 # ---- resets ------------------------------------------------------------------------------------------------
 
 
@@ -465,30 +296,18 @@ def measure_first_call() -> Row:
 
 def claims_of(rows: Sequence[Row]) -> list[str]:
     found = []
-    for part, ours, peer, precisions in (
-        *((c.part, c.ours, c.peer, c.precisions) for c in COMPARISONS),
-        *((c.part, c.ours, c.peer, ("bfloat16",)) for c in LOOPED),
-        ("norms", "Recurrent(dreamer_block_gru)", TORCHRL, ("bfloat16", "float32")),
-        ("spikes", "Recurrent(leaky)", SNNTORCH, ("float32",)),
-    ):
-        groups = [HALVES, ("float32",), ("ieee",)]
-        for group in groups:
-            here = [
-                row
-                for row in rows
-                if row["part"] == part
-                and (row["ours"], row["peer"]) == (ours, peer)
-                and row["precision"] in group
-            ]
-            for mode in MODES:
+    for pair in dict.fromkeys((row["ours"], row["peer"]) for row in rows if "ours" in row):
+        of_pair = [row for row in rows if (row.get("ours"), row.get("peer")) == pair]
+        for group in (HALVES, ("float32",), ("ieee",)):
+            here = [row for row in of_pair if row["precision"] in group]
+            precisions = sorted({row["precision"] for row in here})
+            types = "half types" if len(precisions) > 1 else "".join(precisions)
+            for mode in MODES if here else ():
                 ratios = [row[f"{mode} ratio"] for row in here]
-                if ratios:
-                    mean = math.exp(statistics.fmean(map(math.log, ratios)))
-                    types = "half types" if len(set(precisions) & set(group)) > 1 else here[0]["precision"]
-                    found.append(
-                        f"{ours} / {peer}, {types}, {mode}: {mean:.3f} x (geometric mean of {len(ratios)}; "
-                        f"{min(ratios):.2f} to {max(ratios):.2f})"
-                    )
+                found.append(
+                    f"{' / '.join(pair)}, {types}, {mode}: {statistics.geometric_mean(ratios):.3f} x "
+                    f"(geometric mean of {len(ratios)}; {min(ratios):.2f} to {max(ratios):.2f})"
+                )
     return found
 
 
@@ -531,29 +350,18 @@ def main() -> None:
     for c in COMPARISONS:
         for shape in SMALL_GRID if args.small else c.grid:
             rows += [compare(bench, c, shape, precision) for precision in c.precisions]
-    for looped in LOOPED if not args.small else ():
-        rows += [measure_looped(bench, looped, shape) for shape in looped.grid]
-    rows += beside_other_libraries(bench, args.small)
     rows += [measure_resets(bench, shape) for shape in (SMALL_GRID if args.small else GRID[:3])]
     for which in MEMORY_BIAS:
         shape = SMALL_GRID[0] if args.small else (16, 1000, 128)
         rows += [measure_memory(bench, which, precision, shape) for precision in HALVES]
     if bench.cuda:
         rows.append(measure_first_call())
-    columns = ("ours", "peer", "precision", "B", "T", "H")
-    timed = [f"{who} {mode} ms" for mode in MODES for who in ("ours", "peer")]
-    compared = [*columns, *timed, *(f"{mode} ratio" for mode in MODES)]
     finish(
         "recurrence",
         args,
         rows,
         {
-            "derived": compared,
-            "torch": compared,
-            "own": compared,
-            "heads": compared,
-            "norms": compared,
-            "spikes": compared,
+            **dict.fromkeys(("derived", "torch", "own"), COMPARED),
             "reset": ["B", "T", "H"] + [f"{m} {x}" for m in MODES for x in ("/ without", "/ split nn.LSTM")],
             "long memory": ["layer", "precision", "B", "T", "H"]
             + [f"{name} {what} error" for what in ("output", "gradient") for name in ("ours", "nn")],
