@@ -116,32 +116,27 @@ struct ThreadMap {
   __device__ __forceinline__ static int pair(int i) { return threadIdx.x + i * kBlockThreads; }
 };
 
-// Loads kCount of a warp's weights: rows g and g + 8 of its 16 units. `row(i, unit)` is the start of row g,
-// and row g + 8 follows `to_lower` elements later. The lane takes `vectors` chunks from `element` of K on.
-template <class Config, int kCount, int kChunks, class Weights, class Row>
-__device__ __forceinline__ void load_weights(Weights& weights, const ThreadMap<Config>& map, int element,
-                                             int vectors, int hidden, size_t to_lower, Row&& row) {
+// Loads a warp's weights: rows g and g + 8 of its 16 units, for each gate and each product with the cell's
+// own weights that has all of K. `row(i, unit)` is the start of row g, and row g + 8 follows `to_lower`
+// elements later.
+template <class Config, class Row>
+__device__ __forceinline__ void load_weights(typename Config::Weights& weights, const ThreadMap<Config>& map,
+                                             int hidden, size_t to_lower, Row&& row) {
   using Product = typename Config::Product;
   const int unit = map.first_unit + map.unit_tile * 16 + map.g;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
+  for (int i = 0; i < Config::kShape.weights(); ++i) {
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const auto* upper = row(i, unit) + element + c * Config::Tile::kChunkElements;
+    for (int c = 0; c < Config::kChunks; ++c) {
+      const auto* upper = row(i, unit) + map.element + c * Config::Tile::kChunkElements;
       WeightChunk w = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
-      if (c < vectors && unit < hidden) w.upper = __ldg(reinterpret_cast<const uint4*>(upper));
-      if (c < vectors && unit + 8 < hidden) w.lower = __ldg(reinterpret_cast<const uint4*>(upper + to_lower));
+      if (c < map.vectors && unit < hidden) w.upper = __ldg(reinterpret_cast<const uint4*>(upper));
+      if (c < map.vectors && unit + 8 < hidden)
+        w.lower = __ldg(reinterpret_cast<const uint4*>(upper + to_lower));
       if constexpr (Product::kRoundsWeights) w = {Product::round(w.upper), Product::round(w.lower)};
       weights.set(i, c, w);
     }
   }
-}
-// Those of each gate and each product with the cell's own weights that have all of K.
-template <class Config, class Row>
-__device__ __forceinline__ void load_weights(typename Config::Weights& weights, const ThreadMap<Config>& map,
-                                             int hidden, size_t to_lower, Row&& row) {
-  load_weights<Config, Config::kShape.weights(), Config::kChunks>(weights, map, map.element, map.vectors,
-                                                                  hidden, to_lower, row);
 }
 
 // The partial sums of a tile: [k_slices][kOutputs][kRowTile][sum_stride] floats in shared memory.
