@@ -326,6 +326,7 @@ class RecurrentCell:
         self._of_gates: RecurrentCell | None = None
         # For each of the cell's own weights: the units of a head in block-diagonal ones, else 0.
         self.units_of_heads: tuple[int, ...] = (0,) * len(self.weights)
+        self._without_heads: RecurrentCell = self
         self._of_heads: dict[tuple[int, ...], RecurrentCell] = {}
         self._serialize()
 
@@ -356,6 +357,8 @@ class RecurrentCell:
         Args:
             units: 0 for a dense weight.
         """
+        if self._without_heads is not self:
+            return self._without_heads.with_heads(units)
         if not any(units):
             return self
         with DERIVING:
@@ -366,8 +369,6 @@ class RecurrentCell:
                 cell._serialize()
                 self._of_heads[units] = cell
             return self._of_heads[units]
-
-    with_heads._dynamo_marked_constant = True  # type: ignore[attr-defined]  # it writes programs
 
     def __call__(
         self,
@@ -718,6 +719,8 @@ class RecurrentCell:
         return args, named
 
     def __reduce__(self) -> Any:
+        if self._without_heads is not self:
+            return RecurrentCell.with_heads, (self._without_heads, self.units_of_heads)
         if self.function is None or "<locals>" not in self.__qualname__:
             return self.__qualname__  # pickle finds the cell in its module by this name, as a function
         return made_again, (parts_of(self.function), self._options)

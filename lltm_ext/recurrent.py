@@ -66,6 +66,7 @@ class Recurrent(CellLayer):
     """
 
     reverse = False  # in layers pickled by older versions
+    _cell_of_heads: RecurrentCell | None = None  # its program says what heads its own weights have
 
     def __init__(
         self,
@@ -100,6 +101,8 @@ class Recurrent(CellLayer):
         self.cell, self.heads, self.reverse = cell, heads, reverse
         options = (num_layers, bias, batch_first, dropout, bidirectional)
         super().__init__(input_size, hidden_size, *options, device=device, dtype=dtype)
+        columns = [self._columns(name) if size[1] == 1 else 0 for name, size in cell.weights.items()]
+        self._cell_of_heads = cell.with_heads(tuple(n if n < hidden_size else 0 for n in columns))
 
     def _check_heads(self, cell: RecurrentCell, hidden_size: int, heads: int | Mapping[str, int]) -> None:
         weights = ["weight_hh", *(name for name, size in cell.weights.items() if size[1] == 1)]
@@ -121,10 +124,7 @@ class Recurrent(CellLayer):
 
     @property
     def _cell(self) -> RecurrentCell:  # type: ignore[override]
-        if not self.cell.has_own_weights or self.heads == 1:
-            return self.cell
-        columns = (self._columns(name) if size[1] == 1 else 0 for name, size in self.cell.weights.items())
-        return self.cell.with_heads(tuple(n if n < self.hidden_size else 0 for n in columns))
+        return self.cell if self._cell_of_heads is None else self._cell_of_heads
 
     @property
     def _is_reverse(self) -> bool:  # type: ignore[override]

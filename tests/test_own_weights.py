@@ -1,9 +1,12 @@
 """Cells with weights of their own: units.linear, products of a step besides that of weight_hh with h."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from cell_examples import WITH_WEIGHTS, Example, norms_between_products
-from op_suite import DOUBLE, assert_near, needs_cuda
+from op_suite import DOUBLE, assert_near, assert_same_bits, needs_cuda
 
 import lltm_ext
 from lltm_ext import cells
@@ -192,6 +195,17 @@ def test_torch_compile_traces_a_layer(cell, fresh_dynamo):
     input, steps = torch.randn(4, 3, 5), {name: torch.rand(4, 3) for name in cell.inputs}
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     assert_near(compiled(input, **steps)[0], layer(input, **steps)[0], 1e-6)
+
+
+def test_a_layer_with_heads_in_some_weights_compiles_exports_and_pickles(fresh_dynamo):
+    torch.manual_seed(0)
+    heads, input = {"block": 4, "gates": 4}, torch.randn(3, 2, 5)
+    layer = lltm_ext.Recurrent(cells.dreamer_block_gru, 5, 16, heads=heads)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    exported = torch.export.export(layer, (input,)).module()
+    for other in (compiled, exported, pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+        assert_same_bits(other(input)[0], layer(input)[0])
+    assert pickle.loads(pickle.dumps(layer))._cell is layer._cell
 
 
 def test_products_of_equal_values_have_the_gradients_of_their_surrogates():
