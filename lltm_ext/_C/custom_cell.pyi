@@ -15,6 +15,7 @@ def source(
     block_threads: int = 0,
     stage: int = 0,
     heads: int = 1,
+    narrow: bool = False,
 ) -> str: ...
 def compile(
     program: str,
@@ -32,6 +33,7 @@ def compile(
     block_threads: int = 0,
     stage: int = 0,
     heads: int = 1,
+    narrow: bool = False,
 ) -> bytes: ...
 def compilations() -> int: ...
 def add_compiled_cell(arg0: str, arg1: int) -> None: ...
