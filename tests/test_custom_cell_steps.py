@@ -176,7 +176,7 @@ bool add_cell(const std::string& source) {
 
 class CellOp {
  public:
-  CellOp(const CellProgram& program, bool) : program_(program) {}
+  CellOp(const CellProgram& program, bool, bool) : program_(program) {}
 
   std::string name() const { return program_.name; }
   CellShape shape() const { return program_.shape; }
