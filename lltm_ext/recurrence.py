@@ -340,8 +340,7 @@ class RecurrentCell:
         """The cell that reads the inputs of its steps as further gates: those have gradients."""
         with DERIVING:
             if self._of_gates is None:
-                cell = object.__new__(RecurrentCell)
-                cell.__dict__ = dict(self.__dict__)  # copy.copy returns what pickle finds by its name
+                cell = self._copied()
                 cell.derived = self.derived.with_inputs_as_gates()  # type: ignore[union-attr]
                 cell.declared = cell.derived.declaration
                 cell.gates, cell.inputs = cell.declared.gates, ()
@@ -363,12 +362,18 @@ class RecurrentCell:
             return self
         with DERIVING:
             if units not in self._of_heads:
-                cell = object.__new__(RecurrentCell)
-                cell.__dict__ = dict(self.__dict__)
-                cell.units_of_heads = units
+                cell = self._copied()
+                cell._without_heads, cell.units_of_heads = self, units
                 cell._serialize()
                 self._of_heads[units] = cell
             return self._of_heads[units]
+
+    def _copied(self) -> RecurrentCell:
+        """A cell to be changed, which has no other made from it."""
+        cell = object.__new__(RecurrentCell)
+        cell.__dict__ = dict(self.__dict__)  # copy.copy returns what pickle finds by its name
+        cell._of_gates, cell._without_heads, cell._of_heads = None, cell, {}
+        return cell
 
     def __call__(
         self,

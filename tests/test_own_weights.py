@@ -188,6 +188,18 @@ def test_the_program_of_heads_says_which_products_have_block_diagonal_weights():
         assert diagonal_blocks(layer._cell) == (0, frozenset())
 
 
+def test_inputs_of_a_step_have_gradients_beside_heads():
+    """Such a cell is made from the one with heads, and is called like that one."""
+    torch.manual_seed(0)
+    cell, x = WITH_WEIGHTS["mogrified"], torch.randn(3, 2, 5, dtype=DOUBLE)
+    layer = lltm_ext.Recurrent(cell, 5, 8, heads={"tall": 2}, dtype=DOUBLE)
+    gap = torch.rand(3, 2, dtype=DOUBLE, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda gap: layer(x, gap=gap)[0], gap)
+    of_gates = layer._cell.with_inputs_as_gates()
+    assert of_gates.units_of_heads == (0, 4, 0)
+    assert of_gates.with_heads((0, 0, 0)) is of_gates
+
+
 @every_cell
 def test_torch_compile_traces_a_layer(cell, fresh_dynamo):
     torch.manual_seed(0)
