@@ -200,6 +200,21 @@ __device__ __forceinline__ uint32_t ld_shared(uint32_t address) {
   return x;
 }
 
+__device__ __forceinline__ float4 ld_shared_float4(uint32_t address) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+__device__ __forceinline__ void st_shared(uint32_t address, const float4& x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+               : "memory");
+}
+
 // ---- barriers
 
 // A barrier for kThreads threads of the block. Barrier 0 is __syncthreads'.

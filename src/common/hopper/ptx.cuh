@@ -186,6 +186,10 @@ __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(kPending) : "memory");
 }
 
+// Orders ordinary accesses to global memory and those of TMA.
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" : : : "memory");
+}
 // Orders ordinary stores to shared memory before TMA's reads.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
@@ -207,10 +211,21 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
   asm volatile("bar.sync %0, 128;" : : "r"(warpgroup + 1) : "memory");
 }
 
+// The warp's number in its block, of which the compiler knows that all lanes have the same.
+__device__ __forceinline__ int uniform_warp() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
+
 // Flags in global memory: what a thread has written before a release, and its block before a barrier that it
 // passed, is visible after an acquire that sees the flag.
 __device__ __forceinline__ void st_release(uint64_t* flag, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" : : "l"(flag), "l"(value) : "memory");
+}
+__device__ __forceinline__ void red_release(unsigned* count, unsigned more) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" : : "l"(count), "r"(more) : "memory");
+}
+__device__ __forceinline__ unsigned ld_acquire(const unsigned* count) {
+  unsigned value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
+  return value;
 }
 __device__ __forceinline__ uint64_t ld_acquire(const uint64_t* flag) {
   uint64_t value;
@@ -302,6 +317,29 @@ struct Wgmma;
   LLTM_WGMMA(TYPE, NAME, 256, 128, "128", "129", "130", "131", "132")
 LLTM_WGMMAS(__half, "f16")
 LLTM_WGMMAS(__nv_bfloat16, "bf16")
+
+// The same with a in registers and b K-major. A lane has rows lane / 4 and 8 more of its warp's 16, and
+// columns 2 * (lane % 4), the next one, and those 8 further: in x and y the two rows, in z and w those again.
+template <typename T, int kN>
+struct WgmmaOfRegisters;
+
+#define LLTM_WGMMA_OF_REGISTERS(TYPE, NAME, N, COUNT, A, B, KEEP)                                            \
+  template <>                                                                                                \
+  struct WgmmaOfRegisters<TYPE, N> {                                                                         \
+    __device__ static __forceinline__ void run(float (&d)[COUNT], const uint4& a, uint64_t b, bool keep) {   \
+      asm volatile("{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP                                         \
+                   ", 0;\n"                                                                                  \
+                   " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" LLTM_R##COUNT       \
+                   "}, {" A "}, %" B ", keep, 1, 1, 0;\n}"                                                   \
+                   : LLTM_F##COUNT(0)                                                                        \
+                   : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(static_cast<int>(keep)));           \
+    }                                                                                                        \
+  };
+#define LLTM_WGMMAS_OF_REGISTERS(TYPE, NAME)                                             \
+  LLTM_WGMMA_OF_REGISTERS(TYPE, NAME, 32, 16, "%16, %17, %18, %19", "20", "21")          \
+  LLTM_WGMMA_OF_REGISTERS(TYPE, NAME, 64, 32, "%32, %33, %34, %35", "36", "37")
+LLTM_WGMMAS_OF_REGISTERS(__half, "f16")
+LLTM_WGMMAS_OF_REGISTERS(__nv_bfloat16, "bf16")
 
 // wgmma's matrix descriptor of an operand with the 128-byte swizzle: `block` is the distance in bytes from 64
 // rows or columns of an MN-major operand to the next 64.

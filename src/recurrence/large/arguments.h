@@ -1,0 +1,17 @@
+// The arguments of a large layer's kernel. For host and device; for the alignment see fused_arguments.h.
+#pragma once
+
+#include "common/hopper/tensor_map.h"
+#include "recurrence/cell.h"
+
+namespace lltm_ext {
+
+template <typename T>
+struct LargeForwardArguments {
+  SequenceForwardArguments<T> s;
+  alignas(128) CUtensorMap h0, output;  // h0 is a copy of `output` if the sequence starts from zeros
+  unsigned* arrivals;                   // zeros, LargeShape::arrival_bytes()
+  int group_pairs, first_group;         // the first group of this launch
+};
+
+}  // namespace lltm_ext

@@ -1,0 +1,55 @@
+// The host side of a large layer's kernel: tensor maps, counters, and a launch of all groups that fit.
+#pragma once
+
+#include "common/hopper/launch.h"
+#include "recurrence/large/arguments.h"
+#include "recurrence/large/shape.h"
+
+namespace lltm_ext {
+
+// Runs all steps of a sequence. `kernel`, a __global__ function or a cudaKernel_t, is compiled for the tile
+// and the cell. `arrivals`: memory of LargeShape::arrival_bytes().
+template <typename T>
+cudaError_t run_large_layer(const void* kernel, const CellShape& cell, const SequenceForwardArguments<T>& s,
+                            const LargeGrid& grid, void* arrivals, cudaStream_t stream) {
+  using namespace hopper;
+  const LargeShape shape = {cell, kLargeTiles[grid.tile]};
+  const int64_t hidden = s.hidden, batch = s.steps.batch, length = s.steps.length;
+  if (length == 0) return cudaSuccess;
+  LargeForwardArguments<T> args = {s, {}, {}, static_cast<unsigned*>(arrivals), grid.group_pairs, 0};
+  cudaError_t error = encode_tensor_map<T>(
+      args.output, {s.output, hidden, batch, length, hidden, batch * hidden}, shape.tile.rows);
+  if (error != cudaSuccess) return error;
+  args.h0 = args.output;
+  if (s.h0) error = encode_tensor_map<T>(args.h0, {s.h0, hidden, batch, 1, hidden, 0}, shape.tile.rows);
+  if (error != cudaSuccess) return error;
+  error = set_max_dynamic_shared(kernel, shape.shared_bytes());
+  if (error != cudaSuccess) return error;
+  error = cudaMemsetAsync(arrivals, 0, shape.arrival_bytes(grid), stream);
+  if (error != cudaSuccess) return error;
+
+  // The blocks of a group wait for each other, so all of a launch must be resident.
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {2, 1, 1};
+  attributes[1].id = cudaLaunchAttributeCooperative;
+  attributes[1].val.cooperative = 1;
+  cudaLaunchConfig_t config = {};
+  config.blockDim = dim3(LargeShape::kThreads);
+  config.dynamicSmemBytes = shape.shared_bytes();
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  for (; args.first_group < grid.groups; args.first_group += grid.most_groups) {
+    const int groups = std::min(grid.most_groups, grid.groups - args.first_group);
+    config.gridDim = dim3(2 * grid.group_pairs * groups);
+    const void* arguments[] = {&args};
+    error = cudaLaunchKernelExC(&config, kernel, const_cast<void**>(arguments));
+    if (error == cudaSuccess) continue;
+    // Another algorithm can't run after a part of the groups: it would read what these have overwritten.
+    return args.first_group > 0 ? cudaErrorLaunchFailure : error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace lltm_ext

@@ -1,0 +1,125 @@
+// The fourth warpgroup of a large layer's kernel: its warps load h, or release what the cells have stored.
+#pragma once
+
+#include "recurrence/large/block.cuh"
+
+namespace lltm_ext {
+namespace hopper {
+
+template <class Config>
+class LargeLoads {
+  using Arguments = LargeForwardArguments<typename Config::T>;
+  static constexpr LargeShape kShape = Config::kShape;
+  static constexpr int kRounds = Config::kRounds, kStageTiles = Config::kTile.stage_tiles,
+                       kLoaders = kShape.loading_warps(), kReleasers = Config::kTile.releasing_warps,
+                       kOwnStages = kShape.own_stages(), kOwnTiles = kOwnStages * kStageTiles,
+                       kArrivalsAStep = kShape.arrivals_a_step();
+  static_assert(kOwnTiles <= 32, "each lane polls for one tile");
+
+ public:
+  __device__ LargeLoads(const LargeStorage<Config>& storage, const LargePlace& place,
+                        const LargeArrivals<Config>& arrivals)
+      : storage_(storage),
+        place_(place),
+        arrivals_(arrivals),
+        warp_(uniform_warp() % 4),
+        lane_(threadIdx.x % 32),
+        stage_(warp_) {}
+
+  __device__ __forceinline__ void run(const Arguments& args) {
+    if (warp_ < kLoaders) {
+      load(args);
+    } else if (lane_ == 0) {
+      release(args);
+    }
+  }
+
+ private:
+  // Every kLoaders-th stage is this warp's.
+  __device__ __forceinline__ int k_tile(int own_stage, int tile) const {
+    return place_.rank * Config::kTile.k_tiles + (warp_ + own_stage * kLoaders) * kStageTiles + tile;
+  }
+
+  __device__ __forceinline__ void load(const Arguments& args) {
+    const StepOrder& steps = args.s.steps;
+    const int own = lane_ % kOwnTiles, unit = k_tile(own / kStageTiles, own % kStageTiles) * kTileK;
+    // Tiles beyond the group's units are zeros, for which there is nothing to wait.
+    const bool polls = lane_ < kOwnTiles && unit < 32 * args.group_pairs;
+    for (int step = 0; step < steps.length; ++step) {
+      for (int round = 0; round < kRounds; ++round) {
+        const unsigned* const count = arrivals_.of(round, polls ? unit : 0);
+        const unsigned needed = static_cast<unsigned>(kArrivalsAStep) * step;
+        unsigned ready = step > 0 ? 0 : ~0u;
+#pragma unroll
+        for (int i = 0; i < kOwnStages; ++i) {
+          constexpr unsigned kTiles = (1u << kStageTiles) - 1;
+          wait_for(kTiles << (i * kStageTiles), ready, polls ? count : nullptr, needed);
+          if (lane_ == 0) {
+            mbarrier_wait_limited(storage_.empty(stage_), phase_ ^ 1);
+            load_stage(args, step, round, i);
+          }
+          __syncwarp();
+          advance();
+        }
+      }
+    }
+    // The other block must not exit before its products have taken all stages, nor may this one.
+    for (int i = 0; i < Config::kStages / kLoaders; ++i) {
+      mbarrier_wait_limited(storage_.empty(stage_), phase_ ^ 1);
+      advance();
+    }
+  }
+  // Polls until the tiles of `wanted`, a bit each, are ready.
+  __device__ __forceinline__ void wait_for(unsigned wanted, unsigned& ready, const unsigned* count,
+                                           unsigned needed) const {
+    if ((ready & wanted) == wanted) return;
+    const long long since = clock64();
+    while (true) {
+      ready = __ballot_sync(~0u, !count || ld_acquire(count) >= needed);
+      if ((ready & wanted) == wanted) break;
+      trap_after(since);
+    }
+    fence_proxy_async_global();  // TMA's reads come after the acquire
+  }
+  // Rows after the batch are zeros, and so is h before a step that has none.
+  __device__ __forceinline__ void load_stage(const Arguments& args, int step, int round, int own_stage) const {
+    const StepOrder& steps = args.s.steps;
+    const CUtensorMap* const map = step == 0 ? &args.h0 : &args.output;
+    const int plane = step == 0 ? 0 : steps.reverse ? steps.length - step : step - 1;
+    const int row = step == 0 && !args.s.h0
+                        ? steps.batch
+                        : place_.group * kRounds * Config::kRows + round * Config::kRows;
+    mbarrier_arrive_expect_tx(storage_.full(stage_), Config::kStageBytes);
+#pragma unroll
+    for (int i = 0; i < kStageTiles; ++i) {
+      tma_load(storage_.stage(stage_) + i * Config::kHTileBytes, map, k_tile(own_stage, i) * kTileK, row, plane,
+               storage_.full(stage_));
+    }
+  }
+  __device__ __forceinline__ void advance() {
+    stage_ += kLoaders;
+    if (stage_ >= Config::kStages) stage_ -= Config::kStages, phase_ ^= 1;
+  }
+
+  // A release waits until the stores before it are visible, which would keep the cells' warps. The next step's
+  // stores of a round come after this release.
+  __device__ __forceinline__ void release(const Arguments& args) const {
+    const int unit = place_.first_unit(place_.rank);
+    for (int step = 0; step < args.s.steps.length; ++step) {
+      for (int round = warp_ - kLoaders; round < kRounds; round += kReleasers > 0 ? kReleasers : kRounds) {
+        mbarrier_wait_limited(storage_.stored(round), step & 1);
+        red_release(arrivals_.of(round, unit), 1);
+      }
+    }
+  }
+
+  const LargeStorage<Config>& storage_;
+  const LargePlace& place_;
+  const LargeArrivals<Config>& arrivals_;
+  const int warp_, lane_;
+  int stage_;
+  uint32_t phase_ = 0;
+};
+
+}  // namespace hopper
+}  // namespace lltm_ext

@@ -1,0 +1,120 @@
+// The sizes of the kernels of large layers: their tiles, and how they divide registers and shared memory. The
+// kernels take them at compile time, the planner and the launches at run time. For host and device.
+//
+// A pair of blocks has 32 units and the rows of a group. Each block multiplies one half of K for all 32, and
+// computes the cell for 16 of them.
+#pragma once
+
+#include "common/hopper/sizes.h"
+#include "recurrence/cell.h"
+
+namespace lltm_ext {
+
+// A kernel's part of the problem. Registers are those of a thread.
+struct LargeTile {
+  int rows, rounds;     // a group has `rounds` tiles of 32 or 64 rows, which take turns
+  int k_tiles;          // in half of K, each of 64
+  int stage_tiles;      // of h in a stage
+  int releasing_warps;  // that release what the cells have stored, of the four that load
+  int product_registers, cell_registers, loader_registers;
+
+  constexpr int group_rows() const { return rows * rounds; }
+  constexpr int most_hidden() const { return 2 * 64 * k_tiles; }
+};
+
+// Tiles of 32 rows have a shorter way from the product to the next step, those of 64 rows read weights from
+// shared memory half as often. The order of several rounds hides that way behind the products of others.
+constexpr LargeTile kLargeTiles[] = {
+    {32, 2, 8, 2, 2, 176, 120, 40}, {32, 4, 8, 2, 2, 176, 120, 40},  {64, 4, 8, 1, 0, 192, 104, 24},
+    {64, 8, 8, 1, 0, 192, 104, 24}, {32, 2, 12, 3, 0, 184, 104, 40}, {64, 2, 16, 1, 0, 200, 88, 24},
+};
+
+// A launch of groups that share nothing.
+struct LargeGrid {
+  int tile = -1;        // in kLargeTiles; -1: none
+  int group_pairs = 0;  // pairs of blocks of a group
+  int groups = 0;
+  int most_groups = 0;  // that are resident at the same time, and so of one launch
+};
+
+struct LargeShape {
+  static constexpr int kThreads = 512, kUnits = 16;  // units of a block
+  static constexpr int kMostShared = 227 * 1024, kMostRegisterTiles = 8, kMostStages = 24;
+  static constexpr int kTileBytes = 64 * hopper::kSwizzleBytes;  // of weights: 16 units of four gates
+  static constexpr int kArrivalBytes = 128;                      // of a counter, which has an L2 line
+
+  CellShape cell;
+  LargeTile tile;
+
+  // ---- weights: as many tiles of K as fit in registers, the others in shared memory
+  constexpr int register_tiles() const {
+    return tile.k_tiles < kMostRegisterTiles ? tile.k_tiles : kMostRegisterTiles;
+  }
+  constexpr int shared_tiles() const { return tile.k_tiles - register_tiles(); }
+
+  // ---- the ring of stages, which each loading warp fills in turn
+  constexpr int loading_warps() const { return 4 - tile.releasing_warps; }
+  constexpr int round_stages() const { return tile.k_tiles / tile.stage_tiles; }
+  constexpr int own_stages() const { return round_stages() / loading_warps(); }
+  constexpr int h_tile_bytes() const { return tile.rows * hopper::kSwizzleBytes; }
+  constexpr int stage_bytes() const { return tile.stage_tiles * h_tile_bytes(); }
+  constexpr int stages() const {
+    const int fit = (kMostShared - 1024 - other_bytes()) / stage_bytes(),
+              most = fit < kMostStages ? fit : kMostStages;
+    return most / loading_warps() * loading_warps();
+  }
+
+  // ---- the cells: a thread has two rows of some units
+  constexpr int units_of_thread() const { return tile.rows / 16; }
+  constexpr int values_of_thread() const { return 2 * units_of_thread(); }
+  // Registers of what a thread reads in a round, of half types.
+  constexpr int input_registers() const {
+    return ((cell.wide ? 2 : 1) * cell.gates + cell.step_inputs) * values_of_thread() / 2;
+  }
+  constexpr int saved_registers() const {
+    return (cell.saved + (cell.outputs_h ? 0 : cell.outputs)) * values_of_thread() / 2;
+  }
+  constexpr int parameter_registers() const { return cell.parameters * units_of_thread() / 2; }
+  // States and h, where cells read it, stay in registers if there are few.
+  constexpr bool live_in_registers() const {
+    return cell.live_states() * values_of_thread() * tile.rounds <= 16;
+  }
+  constexpr int live_bytes() const {
+    return live_in_registers() ? 0 : cell.live_states() * tile.group_rows() * kUnits * 4;
+  }
+  // How many rounds' inputs are loaded ahead.
+  constexpr int rounds_ahead() const {
+    const int fit = (tile.cell_registers - 80) / (input_registers() > 0 ? input_registers() : 1);
+    int ahead = tile.rounds < 4 ? tile.rounds : 4;
+    while (ahead > 1 && (ahead > fit || tile.rounds % ahead != 0)) --ahead;
+    return ahead;
+  }
+
+  // ---- shared memory
+  constexpr int weight_bytes() const { return 2 * shared_tiles() * kTileBytes; }
+  constexpr int partial_bytes() const { return 64 * tile.rows * 4; }  // of one half of K
+  constexpr int barriers() const { return 2 * kMostStages + 3 + tile.rounds; }
+  constexpr int other_bytes() const {
+    return weight_bytes() + 2 * partial_bytes() + live_bytes() + 8 * barriers();
+  }
+  constexpr int shared_bytes() const { return other_bytes() + stages() * stage_bytes(); }
+
+  // Whether there is such a kernel.
+  constexpr bool exists() const {
+    return cell.recurrent && cell.gates <= 4 && !cell.mixes_units() && !cell.resets_to_initial &&
+           input_registers() * rounds_ahead() + saved_registers() + parameter_registers() +
+                   (live_in_registers() ? 16 : values_of_thread()) <=
+               tile.cell_registers - 24 &&
+           stages() >= loading_warps();
+  }
+
+  // ---- the counters of what the blocks of a group have stored: of each tile of rows, one for 64 units. A
+  // group has whole tiles of units, so every counter gets as many arrivals a step.
+  constexpr int arrivals_a_step() const { return tile.releasing_warps > 0 ? 4 : 16; }
+  static constexpr int group_pairs(int64_t hidden) { return static_cast<int>((hidden + 63) / 64 * 2); }
+  constexpr int64_t arrival_bytes(const LargeGrid& grid) const {
+    return int64_t{kArrivalBytes} * grid.groups * tile.rounds * (grid.group_pairs / 2);
+  }
+};
+
+}  // namespace lltm_ext
