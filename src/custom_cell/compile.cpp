@@ -50,6 +50,12 @@ LLTM_EMBED(small_batch_cuh, "recurrence/stepwise/small_batch.cuh");
 LLTM_EMBED(fused_shape_h, "recurrence/stepwise/fused_shape.h");
 LLTM_EMBED(fused_arguments_h, "recurrence/stepwise/fused_arguments.h");
 LLTM_EMBED(fused_hopper_cuh, "recurrence/stepwise/fused_hopper.cuh");
+LLTM_EMBED(large_shape_h, "recurrence/large/shape.h");
+LLTM_EMBED(large_arguments_h, "recurrence/large/arguments.h");
+LLTM_EMBED(large_block_cuh, "recurrence/large/block.cuh");
+LLTM_EMBED(large_loads_cuh, "recurrence/large/loads.cuh");
+LLTM_EMBED(large_products_cuh, "recurrence/large/products.cuh");
+LLTM_EMBED(large_forward_cuh, "recurrence/large/forward.cuh");
 #endif
 
 namespace lltm_ext {
@@ -100,6 +106,12 @@ const std::vector<Header> kHeaders = {
     fused_shape_h,
     fused_arguments_h,
     fused_hopper_cuh,
+    large_shape_h,
+    large_arguments_h,
+    large_block_cuh,
+    large_loads_cuh,
+    large_products_cuh,
+    large_forward_cuh,
     small_batch_shape_h,
     small_batch_cuh,
     reduce_cuh,

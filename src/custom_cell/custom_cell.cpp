@@ -126,19 +126,19 @@ namespace {
 std::string source(const std::string& program, at::ScalarType type, bool backward, int variant,
                    int fused_rows, const std::string& reset, int independent_units, int small_batch,
                    int single_step_rows, bool on_tensor_cores, bool dense, int block_threads, int stage,
-                   int heads, bool narrow) {
+                   int heads, int large_tile, bool narrow) {
   return CellProgram::get(program).source({type, backward, variant, fused_rows, reset, independent_units,
                                            small_batch, single_step_rows, on_tensor_cores, dense,
-                                           block_threads, stage, heads, narrow});
+                                           block_threads, stage, heads, large_tile, narrow});
 }
 
 std::string compile_binary(const std::string& program, at::ScalarType type, bool backward, int variant,
                            const std::string& architecture, int fused_rows, const std::string& reset,
                            int independent_units, int small_batch, int single_step_rows, bool on_tensor_cores,
-                           bool dense, int block_threads, int stage, int heads, bool narrow) {
+                           bool dense, int block_threads, int stage, int heads, int large_tile, bool narrow) {
   return compile_cell(CellProgram::get(program),
                       {type, backward, variant, fused_rows, reset, independent_units, small_batch,
-                       single_step_rows, on_tensor_cores, dense, block_threads, stage, heads, narrow},
+                       single_step_rows, on_tensor_cores, dense, block_threads, stage, heads, large_tile, narrow},
                       architecture);
 }
 
@@ -190,7 +190,7 @@ TORCH_LIBRARY_FRAGMENT(lltm_ext, m) {
   const std::string kernel =
       ", int fused_rows=0, str reset='', int independent_units=0, int small_batch=0, "
       "int single_step_rows=0, bool on_tensor_cores=False, bool dense=False, int block_threads=0, "
-      "int stage=0, int heads=1, bool narrow=False) -> ";
+      "int stage=0, int heads=1, int large_tile=-1, bool narrow=False) -> ";
   m.def(("custom_cell_source(str program, ScalarType dtype, bool backward, int variant" + kernel + "str")
             .c_str(),
         {});
@@ -213,13 +213,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("backward"), py::arg("variant"), py::arg("fused_rows") = 0, py::arg("reset") = "",
         py::arg("independent_units") = 0, py::arg("small_batch") = 0, py::arg("single_step_rows") = 0,
         py::arg("on_tensor_cores") = false, py::arg("dense") = false, py::arg("block_threads") = 0,
-        py::arg("stage") = 0, py::arg("heads") = 1, py::arg("narrow") = false);
+        py::arg("stage") = 0, py::arg("heads") = 1, py::arg("large_tile") = -1, py::arg("narrow") = false);
   m.def("compile", torch::wrap_pybind_function(returning_bytes(compile_binary)), py::arg("program"),
         py::arg("dtype"), py::arg("backward"), py::arg("variant"), py::arg("architecture"),
         py::arg("fused_rows") = 0, py::arg("reset") = "", py::arg("independent_units") = 0,
         py::arg("small_batch") = 0, py::arg("single_step_rows") = 0, py::arg("on_tensor_cores") = false,
         py::arg("dense") = false, py::arg("block_threads") = 0, py::arg("stage") = 0, py::arg("heads") = 1,
-        py::arg("narrow") = false);
+        py::arg("large_tile") = -1, py::arg("narrow") = false);
   m.def("compilations", compilations);
   m.def("add_compiled_cell", [](const std::string& name, intptr_t cell) {
     add_compiled_cell(name, *reinterpret_cast<const CompiledCell*>(cell));

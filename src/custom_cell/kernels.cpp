@@ -13,7 +13,7 @@ cudaKernel_t load_cell_kernel(const CellProgram& program, const CellKernel& kern
   const c10::DeviceIndex device = c10::cuda::current_device();
   return loaded.get({&program, kernel.key(), device}, [&] {
     // sm_90 does not have wgmma, sm_90a does.
-    const std::string architecture = architecture_of(device) + (kernel.is_fused_step() ? "a" : "");
+    const std::string architecture = architecture_of(device) + (kernel.needs_wgmma() ? "a" : "");
     return load_kernels(compile_cell(program, kernel, architecture), {kCellKernelName})[0];
   });
 }

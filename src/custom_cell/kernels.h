@@ -12,6 +12,7 @@
 #ifdef LLTM_EXT_WITH_CUDA
 #include "common/device.h"
 #include "common/runtime/kernels.h"
+#include "recurrence/large/launch.h"
 #include "recurrence/stepwise/fused_launch.h"
 #include "recurrence/stepwise/small_batch_launch.h"
 #include "recurrence/without_product/launch.h"
@@ -90,7 +91,7 @@ class CellOp {
       if constexpr (kBackward) {
         return launchers<T>().backward(sequences, plan, stream);
       } else {
-        return launchers<T>().forward(sequences, plan, stream);
+        return launchers<T>().forward(sequences, plan, links, stream);
       }
     }
     CellKernel which = {scalar_type_of<T>(), kBackward};
@@ -113,7 +114,13 @@ class CellOp {
       which.heads = plan.heads;
       which.fused_rows = tile.rows;
       if (sequences.of[0].reset) which.reset = sequences.of[0].reset_is_bool ? "bool" : "float";
+      which.large_tile = plan.large.tile;
       const cudaKernel_t kernel = load(which);
+      if constexpr (!kBackward) {
+        if (plan.large.tile >= 0) {
+          return run_large_layer(kernel, shape(), sequences.of[0], plan.large, links, stream);
+        }
+      }
       if (tile.rows > 0) return run_fused_steps(kernel, shape().gates, sequences.of[0], tile, stream);
       return launch_persistent(kernel, shape(), sequences, plan, stream, links);
     }

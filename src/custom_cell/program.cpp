@@ -45,6 +45,12 @@ KernelText text_of(const CellKernel& kernel, const CellShape& shape, bool ends_i
             c10::str("const __grid_constant__ Fused", direction, "Arguments<T> args, int step"),
             c10::str(body, "::kThreads, ", body, "::kBlocks"), c10::str(body, "::run(args, step)")};
   }
+  if (kernel.is_large()) {
+    const std::string config = c10::str("hopper::LargeConfig<Cell, T, ", kernel.large_tile, ", ",
+                                        kernel.reset.empty() ? "false" : "true", ">");
+    return {"large/forward.cuh", "const __grid_constant__ LargeForwardArguments<T> args",
+            "LargeShape::kThreads, 1", c10::str("hopper::run_large_forward<", config, ">(args)")};
+  }
   if (kernel.is_small_batch()) {
     return {"stepwise/small_batch.cuh",
             c10::str("const __grid_constant__ Sequence", direction,

@@ -23,14 +23,14 @@
 
 namespace lltm_ext {
 
-// Which kernel of a cell: a persistent variant, fused steps with tiles of some rows, fused steps of few rows,
-// independent units, a sequence of one step, or else a pointwise step.
+// Which kernel of a cell: a persistent variant, a large layer's, fused steps with tiles of some rows, fused
+// steps of few rows, independent units, a sequence of one step, or else a pointwise step.
 struct CellKernel {
   at::ScalarType type;
   bool backward;
   int variant = -1;           // a persistent kernel's
   int fused_rows = 0;         // rows of a fused step's tile
-  std::string reset = {};     // the resets' type, bool or float; only the first two kinds have it
+  std::string reset = {};     // the resets' type, bool or float; only the first three kinds have it
   int independent_units = 0;  // units of a thread
   int small_batch = 0;        // most rows of a step
   int single_step_rows = 0;   // rows of a tile of a sequence of one step
@@ -39,16 +39,19 @@ struct CellKernel {
   int block_threads = 0;  // of independent units (IndependentUnits::kBlockThreads)
   int stage = 0;          // of a pointwise step: those that end in products, and the one after them
   int heads = 1;          // of a persistent kernel
+  int large_tile = -1;    // a large layer's, in kLargeTiles
   bool narrow = false;    // whether it reads projections of half types that other kernels have in float32
 
   bool is_persistent() const { return variant >= 0; }
+  bool is_large() const { return large_tile >= 0; }
+  bool needs_wgmma() const { return is_fused_step() || is_large(); }
   bool is_fused_step() const { return fused_rows > 0; }
   bool is_small_batch() const { return small_batch > 0; }
   bool is_independent() const { return independent_units > 0; }
   bool is_single_step() const { return single_step_rows > 0; }
   auto key() const {
     return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, small_batch,
-                           single_step_rows, on_tensor_cores, dense, block_threads, stage, heads, narrow);
+                           single_step_rows, on_tensor_cores, dense, block_threads, stage, heads, large_tile, narrow);
   }
 };
 

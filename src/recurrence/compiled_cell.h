@@ -35,7 +35,8 @@ struct CudaLaunchers {
   cudaError_t (*step_forward)(const StepForwardArguments<T>&, cudaStream_t);
   cudaError_t (*step_backward)(const StepBackwardArguments<T>&, cudaStream_t);
   cudaError_t (*plan)(const Problem&, Algorithm, Plan&);
-  cudaError_t (*forward)(const PerDirection<SequenceForwardArguments<T>>&, const Plan&, cudaStream_t);
+  cudaError_t (*forward)(const PerDirection<SequenceForwardArguments<T>>&, const Plan&, void* links,
+                         cudaStream_t);
   cudaError_t (*backward)(const PerDirection<SequenceBackwardArguments<T>>&, const Plan&, cudaStream_t);
   cudaError_t (*single_step)(const SingleStepArguments<T>&, cudaStream_t);
 };

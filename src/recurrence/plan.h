@@ -8,6 +8,7 @@
 
 #include "common/device.h"
 #include "common/portable.h"
+#include "recurrence/large/shape.h"
 #include "recurrence/persistent/shape.h"
 #include "recurrence/stepwise/fused_shape.h"
 #include "recurrence/stepwise/small_batch_shape.h"
@@ -21,11 +22,13 @@ struct Plan {
   GroupGrid grid = {};
   FusedStepTile fused_step = {};    // for kStepwise only
   SmallBatchTile small_batch = {};  // for kStepwise only
+  LargeGrid large = {};             // for kGrid only: another persistent kernel, in place of a variant
   bool independent = false;  // for kStepwise only: one kernel runs all steps of a cell without a product
   UnitTiles tiles = {};      // for these cells
   int most_groups = 0;       // of one launch, if the groups are launched in parts; else 0
   int heads = 1;             // that a persistent kernel runs side by side, each with its block of the weights
   int64_t row_parts_bytes = 0, given_bytes = 0;  // of memory for GroupGridOfRows
+  int64_t arrival_bytes = 0;                     // of memory for a large layer's counters
   std::string why_not;                           // why the requested algorithm can't run
 
   bool is_fused() const { return runs_all_steps() || fused_step.split_k > 0 || small_batch.rows > 0; }
@@ -242,6 +245,30 @@ inline UnitTiles unit_tiles(const Problem& p, const DeviceInfo& device) {
   return tiles;
 }
 
+// A large layer's kernel, forward, if all of its groups are resident: so far only where it was measured, in
+// sizes whose steps are much slower otherwise.
+inline LargeGrid large_grid(const Problem& p, const DeviceInfo& device) {
+  constexpr int64_t kLeastHidden = 1024, kLeastUnits = 96 * 1024, kLeastSteps = 8;
+  const bool is_alone = p.sequences == 1 && p.heads == 1 && !p.side_by_side;
+  if (!device.has_sm90a || p.element_size != 2 || !p.dense || p.backward || !is_alone) return {};
+  if (p.cell.gates < 3 || p.hidden < kLeastHidden || p.hidden % 8 != 0) return {};
+  if (p.batch * p.hidden < kLeastUnits || (p.steps > 0 && p.steps < kLeastSteps)) return {};
+  LargeGrid best;
+  int best_clocks = INT32_MAX;
+  for (int i = 0; i < static_cast<int>(std::size(kLargeTiles)); ++i) {
+    const LargeShape shape = {p.cell, kLargeTiles[i]};
+    if (!shape.exists() || p.hidden > shape.tile.most_hidden()) continue;
+    if (shape.shared_bytes() > device.shared_bytes) continue;
+    const int pairs = LargeShape::group_pairs(p.hidden);
+    const int resident = device.cluster_multiprocessors[2] / (2 * pairs);
+    const int64_t groups = ceil_div(p.batch, shape.tile.group_rows());
+    if (groups > resident || shape.step_clocks() >= best_clocks) continue;
+    best = {i, pairs, static_cast<int>(groups), static_cast<int>(groups)};
+    best_clocks = shape.step_clocks();
+  }
+  return best;
+}
+
 inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm requested) {
   if (!p.cell.recurrent) return "takes cells with a product of h, got one without";
   if (p.element_size == 8) return "takes float16, bfloat16 and float32, got float64";
@@ -270,6 +297,15 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
                      std::max(problem.batch, problem.hidden) <= INT32_MAX;
   if (plan.independent) plan.tiles = plan_detail::unit_tiles(problem, device);
   if (requested == Algorithm::kStepwise) return plan;
+  const bool takes_grid = requested == Algorithm::kAuto || requested == Algorithm::kGrid;
+  const LargeGrid large = takes_grid ? plan_detail::large_grid(problem, device) : LargeGrid();
+  if (large.tile >= 0) {
+    const LargeTile& tile = kLargeTiles[large.tile];
+    plan = {Algorithm::kGrid, -1, {2 * large.group_pairs, large.groups, tile.group_rows()}};
+    plan.large = large;
+    plan.arrival_bytes = LargeShape{problem.cell, tile}.arrival_bytes(large);
+    return plan;
+  }
   // An algorithm requested by name takes the variant that kAuto would take of it, if there is one.
   const auto choose = [&](const auto& variants, Algorithm algorithm, bool if_it_pays, bool in_parts) {
     for (int i = 0; i < static_cast<int>(std::size(variants)); ++i) {

@@ -79,7 +79,8 @@ class LargeLoads {
       if ((ready & wanted) == wanted) break;
       trap_after(since);
     }
-    fence_proxy_async_global();  // TMA's reads come after the acquire
+    __syncwarp();
+    fence_proxy_async_global();  // the first lane's reads by TMA come after all acquires
   }
   // Rows after the batch are zeros, and so is h before a step that has none.
   __device__ __forceinline__ void load_stage(const Arguments& args, int step, int round, int own_stage) const {

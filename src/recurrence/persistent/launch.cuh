@@ -70,7 +70,10 @@ cudaError_t launch_sequence(const Kernels& kernels, const PerDirection<Arguments
 
 template <class Cell, typename T>
 cudaError_t launch_sequence_forward(const PerDirection<SequenceForwardArguments<T>>& sequences,
-                                    const Plan& plan, cudaStream_t stream) {
+                                    const Plan& plan, void* links, cudaStream_t stream) {
+  if constexpr (kHasFusedSteps<T>) {
+    if (plan.large.tile >= 0) return launch_large_layer<Cell>(sequences.of[0], plan.large, links, stream);
+  }
   return launch_sequence<Cell, T>(kForwardKernels<Cell, T>, sequences, plan, stream);
 }
 template <class Cell, typename T>
@@ -84,6 +87,6 @@ cudaError_t launch_sequence_backward(const PerDirection<SequenceBackwardArgument
 #define INSTANTIATE_RECURRENCE(Cell, T)                                                    \
   template cudaError_t lltm_ext::plan_sequence<Cell, T>(const Problem&, Algorithm, Plan&); \
   template cudaError_t lltm_ext::launch_sequence_forward<Cell, T>(                         \
-      const PerDirection<SequenceForwardArguments<T>>&, const Plan&, cudaStream_t);        \
+      const PerDirection<SequenceForwardArguments<T>>&, const Plan&, void*, cudaStream_t); \
   template cudaError_t lltm_ext::launch_sequence_backward<Cell, T>(                        \
       const PerDirection<SequenceBackwardArguments<T>>&, const Plan&, cudaStream_t);

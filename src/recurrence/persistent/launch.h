@@ -22,10 +22,10 @@ cudaError_t plan_sequence(const Problem& problem, Algorithm requested, Plan& pla
 
 // Runs a fused plan: a persistent kernel for all directions, or fused steps for one sequence. First fills the
 // memory through which blocks exchange values. If the kernel does not fit (does_not_fit in
-// custom_cell/launch.h), nothing has run.
+// custom_cell/launch.h), nothing has run. `links`: memory of Plan::arrival_bytes.
 template <class Cell, typename T>
 cudaError_t launch_sequence_forward(const PerDirection<SequenceForwardArguments<T>>& sequences,
-                                    const Plan& plan, cudaStream_t stream);
+                                    const Plan& plan, void* links, cudaStream_t stream);
 template <class Cell, typename T>
 cudaError_t launch_sequence_backward(const PerDirection<SequenceBackwardArguments<T>>& sequences,
                                      const Plan& plan, cudaStream_t stream);
@@ -112,6 +112,11 @@ cudaError_t launch_fused_steps(const SequenceForwardArguments<T>& sequence, cons
 template <class Cell, typename T>
 cudaError_t launch_fused_steps(const SequenceBackwardArguments<T>& sequence, const FusedStepTile& tile,
                                cudaStream_t stream);
+
+// Launches a large layer (large/forward.cuh).
+template <class Cell, typename T>
+cudaError_t launch_large_layer(const SequenceForwardArguments<T>& sequence, const LargeGrid& grid,
+                               void* arrivals, cudaStream_t stream);
 
 // Launches the fused steps of few rows (stepwise/small_batch.cuh).
 template <class Cell>
