@@ -114,6 +114,11 @@ class LargeCells {
     Vector h[2], saved[2][kSavedOrOne], outputs[2][kOutputs];
   };
 
+  // In [N, ...]. Every step has the whole batch.
+  __device__ __forceinline__ int64_t first_row(int step) const {
+    const StepOrder& steps = args_.steps;
+    return static_cast<int64_t>(steps.reverse ? steps.length - 1 - step : step) * steps.batch;
+  }
   __device__ __forceinline__ int row(int round, int i) const { return row_ + round * Config::kRows + i; }
   __device__ __forceinline__ bool exists(int round, int i) const {
     return has_units_ && row(round, i) < args_.steps.batch;
@@ -130,7 +135,7 @@ class LargeCells {
     for (int p = 0; p < Cell::kParameters; ++p) load_if(parameters_[p], args_.parameters + at(p, 1, 0), has_units_);
   }
   __device__ __forceinline__ void load(Inputs& to, int step, int round) const {
-    const int64_t first = args_.steps.at(step).first;
+    const int64_t first = first_row(step);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int64_t from = first + row(round, i);
@@ -294,7 +299,7 @@ class LargeCells {
   // ---- what the cell writes
 
   __device__ __forceinline__ void send(int step, int round, const Results& results) const {
-    const int64_t first = args_.steps.at(step).first;
+    const int64_t first = first_row(step);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (exists(round, i)) write(args_.output + at(first + row(round, i), 1, 0), results.h[i]);
@@ -309,7 +314,7 @@ class LargeCells {
     }
   }
   __device__ __forceinline__ void store(int step, int round, const Results& results, const Live& live) const {
-    const int64_t first = args_.steps.at(step).first;
+    const int64_t first = first_row(step);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (!exists(round, i)) continue;
