@@ -90,12 +90,13 @@ class LargeCells {
     load_initial();
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) load(inputs_[i], 0, i);
+    constexpr int kUnrolled = kInRegisters ? kRounds / kAhead : 1;  // registers have no variable numbers
     for (int step = 0; step < args_.steps.length; ++step) {
-#pragma unroll 1
+#pragma unroll kUnrolled
       for (int first = 0; first < kRounds; first += kAhead) {
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-          run_round(step, first + i, inputs_[i], live_[kInRegisters ? i : 0]);
+          run_round(step, first + i, inputs_[i], live_[kInRegisters ? first + i : 0]);
           load_next(inputs_[i], step, first + i);
         }
       }
