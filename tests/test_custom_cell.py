@@ -438,8 +438,8 @@ passes = pytest.mark.parametrize("backward", [False, True], ids=["forward", "bac
 
 
 def binary(program, dtype, backward, variant=-1, architecture="sm_90", rows=0, reset="", **sizes):
-    """A kernel that compiles. Fused steps, those of so many rows, need Hopper's instructions."""
-    architecture = "sm_90a" if rows else architecture
+    """A kernel that compiles. Fused steps, those of so many rows, and large layers need Hopper's."""
+    architecture = "sm_90a" if rows or "large_tile" in sizes else architecture
     found = _C.compile(program, dtype, backward, variant, architecture, rows, reset, **sizes)
     assert len(found) > 1000
     return found
@@ -463,6 +463,13 @@ def test_every_kind_of_kernel_compiles(name, architecture, backward):
         kinds += [(torch.bfloat16, 4), (torch.float32, 22)]
     for dtype, variant in kinds:
         binary(cell.program, dtype, backward, variant, architecture)
+
+
+@pytest.mark.parametrize("reset", ["", "float"])
+@pytest.mark.parametrize("name", ["peephole_lstm", "gru"])
+def test_the_kernels_of_large_layers_compile(name, reset):
+    for tile in (1, 2, 4, 5):
+        binary(CELLS[name].program, torch.bfloat16, False, reset=reset, large_tile=tile)
 
 
 @every_text

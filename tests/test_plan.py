@@ -36,16 +36,17 @@ int main(int count, char** questions) {
     const PersistentVariant* variants = problem.element_size == 2 ? kHalfVariants : kFloatVariants;
     DeviceInfo device = {n[6], n[7], n[8] != 0, {}, n[9]};
     for (int& multiprocessors : device.cluster_multiprocessors) multiprocessors = n[7] / 11 * 10;
+    device.cluster_multiprocessors[2] = n[7] / 2 * 2;
     device.cluster_multiprocessors[3] = n[7] / 22 * 19;
     const Plan plan = plan_recurrence(problem, device, static_cast<Algorithm>(n[10]));
     const PersistentVariant variant = plan.variant < 0 ? PersistentVariant() : variants[plan.variant];
     const GroupGrid& grid = plan.grid;
     const char* algorithm = names[static_cast<int>(plan.algorithm)];
-    std::printf("%s|%d|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks,
+    std::printf("%s|%d|%d|%d|%d|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\\n", algorithm, grid.group_blocks,
                 grid.groups, plan.most_groups, grid.rows, plan.why_not.c_str(), variant.on_hopper_only,
                 variant.tf32, variant.row_per_block, plan.independent, plan.tiles.threads, plan.tiles.units,
                 plan.fused_step.rows, plan.fused_step.split_k, plan.small_batch.rows, plan.small_batch.units,
-                plan.small_batch.split_k);
+                plan.small_batch.split_k, plan.large.tile);
   }
 }
 """
@@ -94,6 +95,7 @@ class Plan(NamedTuple):
     tile_units: int  # of a thread
     fused_step: tuple[int, int]  # has rows and split-K; zeros if a step is not fused
     small_batch: tuple[int, int, int]  # has rows, units and split-K; zeros if a step is not one of few rows
+    large_tile: int  # of a large layer's kernel, or -1
 
 
 def encode(
@@ -126,10 +128,9 @@ def decode(line):
     algorithm, *sizes, why_not, hopper, tf32, one_row, independent, threads, units = line.split("|")[:12]
     tiles = line.split("|")[12:]
     flags = (flag == "1" for flag in (hopper, tf32, one_row, independent))
-    fused_step, small_batch = tuple(map(int, tiles[:2])), tuple(map(int, tiles[2:]))
-    return Plan(
-        algorithm, *map(int, sizes), why_not, *flags, int(threads), int(units), fused_step, small_batch
-    )
+    fused_step, small_batch = tuple(map(int, tiles[:2])), tuple(map(int, tiles[2:5]))
+    numbers = int(threads), int(units), fused_step, small_batch, int(tiles[5])
+    return Plan(algorithm, *map(int, sizes), why_not, *flags, *numbers)
 
 
 def problems(**more):
@@ -306,6 +307,34 @@ def test_two_sequences_do_not_share_a_launch(plan, problem):
     """No kernel runs both, not even a fused step."""
     (found,) = plan({**problem, "sequences": 2})
     assert (found.algorithm, found.fused_step, found.small_batch) == ("stepwise", (0, 0), (0, 0, 0))
+
+
+LARGE = [
+    {"hidden": hidden, "batch": batch, "gates": 4}
+    for hidden, batch in ((1024, 256), (1024, 1024), (1536, 64), (2048, 128))
+]
+NOT_LARGE = [
+    {"backward": True},
+    {"dense": False},
+    {"size": 4, "tf32": True},
+    {"sequences": 2},
+    {"side_by_side": True},
+    {"steps": 1},
+    {"chip": B200},
+    {"gates": 1},
+    {"gates": 5},
+    {"over_units": True},
+    {"algorithm": "stepwise"},
+    {"batch": 2048},
+]
+
+
+def test_large_layers_have_a_kernel_forward_whose_blocks_are_resident(plan):
+    for problem, found in zip(LARGE, plan(*LARGE), strict=True):
+        assert found.algorithm == "grid" and found.large_tile >= 0, problem
+        assert found.members * 16 >= problem["hidden"] and found.members * found.groups <= 132, problem
+    others = [{**problem, **other} for problem in LARGE for other in NOT_LARGE]
+    assert {found.large_tile for found in plan(*others)} == {-1}
 
 
 def test_fused_steps_have_a_tile_that_is_compiled_and_split_k_less_for_more_rows(plan):

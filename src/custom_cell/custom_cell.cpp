@@ -136,10 +136,11 @@ std::string compile_binary(const std::string& program, at::ScalarType type, bool
                            const std::string& architecture, int fused_rows, const std::string& reset,
                            int independent_units, int small_batch, int single_step_rows, bool on_tensor_cores,
                            bool dense, int block_threads, int stage, int heads, int large_tile, bool narrow) {
-  return compile_cell(CellProgram::get(program),
-                      {type, backward, variant, fused_rows, reset, independent_units, small_batch,
-                       single_step_rows, on_tensor_cores, dense, block_threads, stage, heads, large_tile, narrow},
-                      architecture);
+  return compile_cell(
+      CellProgram::get(program),
+      {type, backward, variant, fused_rows, reset, independent_units, small_batch, single_step_rows,
+       on_tensor_cores, dense, block_threads, stage, heads, large_tile, narrow},
+      architecture);
 }
 
 // The numbers that fake tensors in Python need: gates, states, kept gates and other saved values of a unit;

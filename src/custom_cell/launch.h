@@ -119,7 +119,8 @@ struct SequenceSizes {
   at::Tensor weight_hh(const Plan& plan, const Direction& d) const {
     return plan.heads > 1 ? d.weight_hh : dense_of_heads(d.weight_hh, hidden);
   }
-  // Memory for the links of a plan's tiles, for the parts of rows, or for counters; undefined if there are none.
+  // Memory for the links of a plan's tiles, for the parts of rows, or for counters; undefined if there are
+  // none.
   at::Tensor links(const Plan& plan, const CellShape& shape, const at::Tensor& like) const {
     int64_t bytes = plan.row_parts_bytes + plan.given_bytes + plan.arrival_bytes;
     if (plan.tiles.threads > 0) bytes = plan.tiles.link_bytes(shape.live_states());

@@ -51,7 +51,8 @@ struct CellKernel {
   bool is_single_step() const { return single_step_rows > 0; }
   auto key() const {
     return std::make_tuple(type, backward, variant, fused_rows, reset, independent_units, small_batch,
-                           single_step_rows, on_tensor_cores, dense, block_threads, stage, heads, large_tile, narrow);
+                           single_step_rows, on_tensor_cores, dense, block_threads, stage, heads, large_tile,
+                           narrow);
   }
 };
 

@@ -212,7 +212,9 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
 }
 
 // The warp's number in its block, of which the compiler knows that all lanes have the same.
-__device__ __forceinline__ int uniform_warp() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
+__device__ __forceinline__ int uniform_warp() {
+  return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+}
 
 // Flags in global memory: what a thread has written before a release, and its block before a barrier that it
 // passed, is visible after an acquire that sees the flag.
@@ -323,20 +325,20 @@ LLTM_WGMMAS(__nv_bfloat16, "bf16")
 template <typename T, int kN>
 struct WgmmaOfRegisters;
 
-#define LLTM_WGMMA_OF_REGISTERS(TYPE, NAME, N, COUNT, A, B, KEEP)                                            \
-  template <>                                                                                                \
-  struct WgmmaOfRegisters<TYPE, N> {                                                                         \
-    __device__ static __forceinline__ void run(float (&d)[COUNT], const uint4& a, uint64_t b, bool keep) {   \
-      asm volatile("{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP                                         \
-                   ", 0;\n"                                                                                  \
-                   " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" LLTM_R##COUNT       \
-                   "}, {" A "}, %" B ", keep, 1, 1, 0;\n}"                                                   \
-                   : LLTM_F##COUNT(0)                                                                        \
-                   : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(static_cast<int>(keep)));           \
-    }                                                                                                        \
+#define LLTM_WGMMA_OF_REGISTERS(TYPE, NAME, N, COUNT, A, B, KEEP)                                          \
+  template <>                                                                                              \
+  struct WgmmaOfRegisters<TYPE, N> {                                                                       \
+    __device__ static __forceinline__ void run(float (&d)[COUNT], const uint4& a, uint64_t b, bool keep) { \
+      asm volatile("{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP                                       \
+                   ", 0;\n"                                                                                \
+                   " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" LLTM_R##COUNT     \
+                   "}, {" A "}, %" B ", keep, 1, 1, 0;\n}"                                                 \
+                   : LLTM_F##COUNT(0)                                                                      \
+                   : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(static_cast<int>(keep)));         \
+    }                                                                                                      \
   };
-#define LLTM_WGMMAS_OF_REGISTERS(TYPE, NAME)                                             \
-  LLTM_WGMMA_OF_REGISTERS(TYPE, NAME, 32, 16, "%16, %17, %18, %19", "20", "21")          \
+#define LLTM_WGMMAS_OF_REGISTERS(TYPE, NAME)                                    \
+  LLTM_WGMMA_OF_REGISTERS(TYPE, NAME, 32, 16, "%16, %17, %18, %19", "20", "21") \
   LLTM_WGMMA_OF_REGISTERS(TYPE, NAME, 64, 32, "%32, %33, %34, %35", "36", "37")
 LLTM_WGMMAS_OF_REGISTERS(__half, "f16")
 LLTM_WGMMAS_OF_REGISTERS(__nv_bfloat16, "bf16")

@@ -1,7 +1,8 @@
 // What the warpgroups of a large layer's kernel share: its parameters, its memory, its barriers.
 //
-// A block has four warpgroups. Two multiply, with their weights in registers; one computes the cell; the warps
-// of the last one load h. A group's tiles of rows take turns, so that each warpgroup works on another tile.
+// A block has four warpgroups. Two multiply, with their weights in registers; one computes the cell; the
+// warps of the last one load h. A group's tiles of rows take turns, so that each warpgroup works on another
+// tile.
 #pragma once
 
 #include "common/fast_math.cuh"
@@ -50,7 +51,8 @@ struct LargePlace {
 template <class Config>
 class LargeStorage {
   static constexpr LargeShape kShape = Config::kShape;
-  static constexpr int kRing = kShape.weight_bytes(), kPartials = kRing + Config::kStages * Config::kStageBytes,
+  static constexpr int kRing = kShape.weight_bytes(),
+                       kPartials = kRing + Config::kStages * Config::kStageBytes,
                        kLive = kPartials + 2 * Config::kPartialBytes, kBarriers = kLive + kShape.live_bytes();
 
  public:

@@ -1,5 +1,6 @@
-// The whole sequence of a large layer forward, for half types on Hopper: a persistent kernel whose blocks keep
-// all of the recurrent weight on the chip and exchange h through L2. docs/design/recurrence.md has the counts.
+// The whole sequence of a large layer forward, for half types on Hopper: a persistent kernel whose blocks
+// keep all of the recurrent weight on the chip and exchange h through L2. docs/design/recurrence.md has the
+// counts.
 //
 // From the product of a tile of rows to its next step it is a long way: the halves of the sums meet in the
 // block that computes the cell, h is stored, the blocks of the group are told, and load it by TMA. Meanwhile
@@ -26,7 +27,7 @@ struct alignas(kUnits * sizeof(T)) UnitVector {
 template <typename T, int kUnits>
 __device__ __forceinline__ void load_if(UnitVector<T, kUnits>& to, const T* from, bool inside) {
   constexpr int kWords = sizeof(UnitVector<T, kUnits>) / 4;
-  uint32_t(&words)[kWords] = reinterpret_cast<uint32_t(&)[kWords]>(to);
+  uint32_t (&words)[kWords] = reinterpret_cast<uint32_t (&)[kWords]>(to);
   if constexpr (kWords == 1) {
     asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, %2, 0;\n @p ld.global.L1::no_allocate.b32 %0, [%1];\n}"
                  : "+r"(words[0])
@@ -48,8 +49,8 @@ __device__ __forceinline__ void load_if(UnitVector<T, kUnits>& to, const T* from
   }
 }
 
-// The warpgroup that computes the cell. A thread has two adjacent rows of some adjacent units, in every round,
-// and keeps what these carry from step to step.
+// The warpgroup that computes the cell. A thread has two adjacent rows of some adjacent units, in every
+// round, and keeps what these carry from step to step.
 template <class Config>
 class LargeCells {
   using T = typename Config::T;
@@ -63,7 +64,8 @@ class LargeCells {
   static constexpr int kStatesOrOne = at_least_one(kStates), kSavedOrOne = at_least_one(kSaved);
   static constexpr int kRounds = Config::kRounds, kAhead = kShape.rounds_ahead(),
                        kUnits = kShape.units_of_thread(), kValues = kShape.values_of_thread();
-  static constexpr bool kInRegisters = kShape.live_in_registers(), kOutputApart = kShape.cell.has_output_apart();
+  static constexpr bool kInRegisters = kShape.live_in_registers(),
+                        kOutputApart = kShape.cell.has_output_apart();
   using Vector = UnitVector<T, kUnits>;
 
  public:
@@ -133,7 +135,8 @@ class LargeCells {
 
   __device__ __forceinline__ void load_parameters() {
 #pragma unroll
-    for (int p = 0; p < Cell::kParameters; ++p) load_if(parameters_[p], args_.parameters + at(p, 1, 0), has_units_);
+    for (int p = 0; p < Cell::kParameters; ++p)
+      load_if(parameters_[p], args_.parameters + at(p, 1, 0), has_units_);
   }
   __device__ __forceinline__ void load(Inputs& to, int step, int round) const {
     const int64_t first = first_row(step);
@@ -246,8 +249,8 @@ class LargeCells {
   }
 
   // The cell of two units of row i.
-  __device__ __forceinline__ void run_pair(const float (&sums)[2][kGates], int pair, int i, const Inputs& inputs,
-                                           Live& live, Results& results) const {
+  __device__ __forceinline__ void run_pair(const float (&sums)[2][kGates], int pair, int i,
+                                           const Inputs& inputs, Live& live, Results& results) const {
     float h[2], saved[2][kSavedOrOne], states[2][kStatesOrOne];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -273,8 +276,8 @@ class LargeCells {
       live[kStates][i * kUnits + 2 * pair] = rounded.x, live[kStates][i * kUnits + 2 * pair + 1] = rounded.y;
     }
   }
-  __device__ __forceinline__ void fill(CellInputs<Cell, float>& in, const float (&sums)[kGates], int unit, int i,
-                                       const Inputs& inputs, const Live& live) const {
+  __device__ __forceinline__ void fill(CellInputs<Cell, float>& in, const float (&sums)[kGates], int unit,
+                                       int i, const Inputs& inputs, const Live& live) const {
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
       const float product = keep(sums[g], inputs.lost[i]);

@@ -83,18 +83,18 @@ class LargeLoads {
     fence_proxy_async_global();  // the first lane's reads by TMA come after all acquires
   }
   // Rows after the batch are zeros, and so is h before a step that has none.
-  __device__ __forceinline__ void load_stage(const Arguments& args, int step, int round, int own_stage) const {
+  __device__ __forceinline__ void load_stage(const Arguments& args, int step, int round,
+                                             int own_stage) const {
     const StepOrder& steps = args.s.steps;
     const CUtensorMap* const map = step == 0 ? &args.h0 : &args.output;
     const int plane = step == 0 ? 0 : steps.reverse ? steps.length - step : step - 1;
-    const int row = step == 0 && !args.s.h0
-                        ? steps.batch
-                        : place_.group * kRounds * Config::kRows + round * Config::kRows;
+    const int row = step == 0 && !args.s.h0 ? steps.batch
+                                            : place_.group * kRounds * Config::kRows + round * Config::kRows;
     mbarrier_arrive_expect_tx(storage_.full(stage_), Config::kStageBytes);
 #pragma unroll
     for (int i = 0; i < kStageTiles; ++i) {
-      tma_load(storage_.stage(stage_) + i * Config::kHTileBytes, map, k_tile(own_stage, i) * kTileK, row, plane,
-               storage_.full(stage_));
+      tma_load(storage_.stage(stage_) + i * Config::kHTileBytes, map, k_tile(own_stage, i) * kTileK, row,
+               plane, storage_.full(stage_));
     }
   }
   __device__ __forceinline__ void advance() {
@@ -102,8 +102,8 @@ class LargeLoads {
     if (stage_ >= Config::kStages) stage_ -= Config::kStages, phase_ ^= 1;
   }
 
-  // A release waits until the stores before it are visible, which would keep the cells' warps. The next step's
-  // stores of a round come after this release.
+  // A release waits until the stores before it are visible, which would keep the cells' warps. The next
+  // step's stores of a round come after this release.
   __device__ __forceinline__ void release(const Arguments& args) const {
     const int unit = place_.first_unit(place_.rank);
     for (int step = 0; step < args.s.steps.length; ++step) {

@@ -1,6 +1,7 @@
-// The products of a large layer's step. The weights of 16 units' gates are wgmma's first operand, 64 rows, and
-// stay in registers for the whole sequence: read from shared memory, that operand takes as long as the product
-// does. What does not fit is in shared memory, spread over K. Rows of the batch are the product's columns.
+// The products of a large layer's step. The weights of 16 units' gates are wgmma's first operand, 64 rows,
+// and stay in registers for the whole sequence: read from shared memory, that operand takes as long as the
+// product does. What does not fit is in shared memory, spread over K. Rows of the batch are the product's
+// columns.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -52,7 +53,9 @@ class LargeProducts {
   // ---- weights
 
   // The tiles in registers are spread over K.
-  __device__ static constexpr int registers_before(int tile) { return tile * Config::kRegisterTiles / kTiles; }
+  __device__ static constexpr int registers_before(int tile) {
+    return tile * Config::kRegisterTiles / kTiles;
+  }
   __device__ static constexpr bool in_registers(int tile) {
     return registers_before(tile + 1) > registers_before(tile);
   }
@@ -79,7 +82,8 @@ class LargeProducts {
     }
   }
   // Rows of a warp: four units of the first gate, then those of the next one. A missing gate has zeros.
-  __device__ __forceinline__ uint4 weights_at(const SequenceForwardArguments<T>& s, int tile, int step) const {
+  __device__ __forceinline__ uint4 weights_at(const SequenceForwardArguments<T>& s, int tile,
+                                              int step) const {
     const int unit = place_.first_unit(warpgroup_) + 4 * warp_ + lane_ / 4 % 4, gate = lane_ / 16;
     const int k = (place_.rank * kTiles + tile) * kTileK + step * 16 + 2 * (lane_ % 4);
     const auto pair_at = [&](int gate, int k) -> unsigned {
@@ -175,7 +179,8 @@ class LargeProducts {
     if (threadIdx.x % 128 == 0) mbarrier_arrive_expect_tx(storage_.partials_full(), Config::kPartialBytes);
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) {
-      st_shared(to.slot + j * kEightRowsBytes, make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]));
+      st_shared(to.slot + j * kEightRowsBytes,
+                make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]));
     }
     __syncwarp();
     if (lane_ == 0) mbarrier_arrive(storage_.partials_full());

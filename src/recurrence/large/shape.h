@@ -109,8 +109,8 @@ struct LargeShape {
   }
 
   // ---- a step's clocks, by a model that the planner compares tiles with. The products of 16 of K by one
-  // warpgroup take half a clock a row, and 32 more if the weights are in shared memory. What follows a product
-  // takes the way to the next step.
+  // warpgroup take half a clock a row, and 32 more if the weights are in shared memory. What follows a
+  // product takes the way to the next step.
   constexpr int round_clocks() const {
     const int products = 4 * (tile.k_tiles * tile.rows / 2 + 32 * shared_tiles());
     return 2 * products + 200;
