@@ -8,6 +8,7 @@
 #include "common/fast_math.cuh"
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/split.cuh"
+#include "common/ptx.cuh"
 #include "recurrence/cell.h"
 #include "recurrence/large/arguments.h"
 #include "recurrence/large/shape.h"

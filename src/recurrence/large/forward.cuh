@@ -23,30 +23,10 @@ struct alignas(kUnits * sizeof(T)) UnitVector {
   }
 };
 
-// Loads a vector if it is `inside`. The compiler does not move it: it comes long before its use.
 template <typename T, int kUnits>
 __device__ __forceinline__ void load_if(UnitVector<T, kUnits>& to, const T* from, bool inside) {
   constexpr int kWords = sizeof(UnitVector<T, kUnits>) / 4;
-  uint32_t (&words)[kWords] = reinterpret_cast<uint32_t (&)[kWords]>(to);
-  if constexpr (kWords == 1) {
-    asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, %2, 0;\n @p ld.global.L1::no_allocate.b32 %0, [%1];\n}"
-                 : "+r"(words[0])
-                 : "l"(from), "r"(static_cast<int>(inside))
-                 : "memory");
-  } else if constexpr (kWords == 2) {
-    asm volatile(
-        "{\n .reg .pred p;\n setp.ne.b32 p, %3, 0;\n @p ld.global.L1::no_allocate.v2.b32 {%0, %1}, [%2];\n}"
-        : "+r"(words[0]), "+r"(words[1])
-        : "l"(from), "r"(static_cast<int>(inside))
-        : "memory");
-  } else {
-    asm volatile(
-        "{\n .reg .pred p;\n setp.ne.b32 p, %5, 0;\n"
-        " @p ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
-        : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
-        : "l"(from), "r"(static_cast<int>(inside))
-        : "memory");
-  }
+  ld_once_words_if(reinterpret_cast<uint32_t (&)[kWords]>(to), from, inside);
 }
 
 // The warpgroup that computes the cell. A thread has two adjacent rows of some adjacent units, in every

@@ -4,7 +4,6 @@
 // columns.
 #pragma once
 
-#include "common/ptx.cuh"
 #include "recurrence/large/block.cuh"
 
 namespace lltm_ext {
