@@ -7,8 +7,8 @@
 //
 // What is emulated: threadIdx and blockIdx, barriers of a block, of some of its warps, of a warp and of a
 // cluster, shuffles, votes and atomicAdd, shared memory, also that of other blocks in the cluster. The
-// headers in common/ replace those of src/common that contain PTX: mma.sync, mbarriers, st.async, relaxed
-// accesses.
+// headers in common/ replace those of src/common that contain PTX: mma.sync, wgmma, mbarriers, TMA's loads,
+// st.async, relaxed accesses.
 //
 // What is not: the order in which memory accesses become visible, because every store is visible at once;
 // races between threads that a GPU would run at the same time; bank conflicts, registers and speed; the
@@ -59,6 +59,7 @@ struct alignas(16) float4 {
 };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 inline float __uint_as_float(unsigned bits) {
   float x;
@@ -396,6 +397,17 @@ inline int __all_sync(unsigned, bool predicate) {
   for (int lane = 0; lane < cuda_on_cpu::kWarpThreads; ++lane) all = all && predicates.of(lane);
   return all;
 }
+
+inline unsigned __ballot_sync(unsigned, bool predicate) {
+  const cuda_on_cpu::WarpValues<bool> predicates(predicate);
+  unsigned ballot = 0;
+  for (int lane = 0; lane < cuda_on_cpu::kWarpThreads; ++lane)
+    ballot |= unsigned{predicates.of(lane)} << lane;
+  return ballot;
+}
+
+// Polls are counted instead.
+inline long long clock64() { return 0; }
 
 template <class V>
 V __ldg(const V* address) {

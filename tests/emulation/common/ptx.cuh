@@ -44,6 +44,22 @@ inline uint4 ld_once_if(const void* address, bool inside) {
   return inside ? *static_cast<const uint4*>(address) : uint4{};
 }
 
+template <int kWords>
+void ld_once_words_if(uint32_t (&x)[kWords], const void* from, bool inside) {
+  if (inside) std::memcpy(x, from, sizeof(x));
+}
+template <typename T>
+void keep_in_register(T&) {}
+
+// Addresses in shared memory are offsets.
+inline unsigned char* in_shared(uint32_t address) { return cuda_on_cpu::current_block().memory() + address; }
+inline float4 ld_shared_float4(uint32_t address) {
+  float4 x;
+  std::memcpy(&x, in_shared(address), sizeof(x));
+  return x;
+}
+inline void st_shared(uint32_t address, const float4& x) { std::memcpy(in_shared(address), &x, sizeof(x)); }
+
 // Here a copy is done at once.
 template <int kBytes>
 void cp_async(void* shared, const void* global, int valid) {

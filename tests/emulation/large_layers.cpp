@@ -1,0 +1,213 @@
+// The kernel of large layers forward, on the CPU: all results of a sequence and what it saves for backward
+// are compared with a loop over the steps.
+#include "cuda_on_cpu.h"
+#include "lstm/lstm_cell.h"
+#include "recurrence/large/forward.cuh"
+
+using namespace lltm_ext;
+
+namespace {
+
+// All that a cell of the contract can read: products apart, h, parameters and step inputs.
+struct GruOfAll : CellDefaults {
+  static constexpr int kGates = 3, kStates = 1, kSaved = 4, kParameters = 2, kStepInputs = 1;
+  static constexpr bool kSeparate = true, kReadsH = true;
+
+  template <typename Math, typename A>
+  static A forward(const CellInputs<GruOfAll, A>& in, A (&states)[1], A (&saved)[kSaved]) {
+    const A r = Math::sigmoid(in.x[0] + in.r[0]), z = Math::sigmoid(in.x[1] + in.r[1] + in.parameters[0]);
+    const A n = Math::tanh(in.x[2] + r * in.r[2] + in.parameters[1] * states[0]);
+    saved[0] = r, saved[1] = z, saved[2] = n, saved[3] = states[0];
+    states[0] = A(.5) * states[0] + n * in.steps[0];
+    return z * in.h + (A(1) - z) * n;
+  }
+};
+
+// Projections in float32, and the state as the output.
+struct WideRnn : CellDefaults {
+  static constexpr int kGates = 1, kStates = 1, kSaved = 2, kOutputState = 0;
+  static constexpr bool kWideProjections = true;
+
+  template <typename Math, typename A>
+  static A forward(const CellInputs<WideRnn, A>& in, A (&states)[1], A (&saved)[kSaved]) {
+    saved[0] = states[0], saved[1] = Math::tanh(in.x[0]);
+    states[0] = A(.5) * states[0] + saved[1];
+    return saved[1];
+  }
+};
+
+enum class Reset { kNone, kBool, kShare };
+struct Problem {
+  int batch, hidden, length;
+  bool reverse, from_zeros, narrow_states;
+};
+
+float random(float scale) {
+  static uint64_t state = 1;
+  state = state * 6364136223846793005ull + 1442695040888963407ull;
+  return (static_cast<float>(state >> 40) / 8388608.f - 1) * scale;
+}
+template <typename X>
+std::vector<X> randoms(int64_t count, float scale = 1) {
+  std::vector<X> values(std::max<int64_t>(count, 1));
+  for (X& value : values) value = static_cast<X>(random(scale));
+  return values;
+}
+
+template <class Cell, typename T, int kTile, Reset kReset>
+class Test {
+  using Config = hopper::LargeConfig<Cell, T, kTile, kReset != Reset::kNone>;
+  using Projection = projection_t<Cell, T>;
+  static constexpr LargeShape kShape = Config::kShape;
+  static constexpr int G = Cell::kGates, S = Cell::kStates, P = Cell::kParameters, K = Cell::kStepInputs,
+                       V = Cell::kSaved, E = kShape.cell.extra(),
+                       kSavedInGates = kShape.cell.saved_in_gates();
+
+ public:
+  explicit Test(const Problem& problem) : p(problem) {
+    for (int64_t i = 0; i < S * state; ++i) {
+      states0[i] = static_cast<float>(narrow_states0[i]) + (p.narrow_states ? 0 : .01f);
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+      const float x = random(1);
+      if (kReset == Reset::kBool) lost[i] = x > .5f;
+      if (kReset == Reset::kShare) lost[i] = x > .6f ? 1 : x > .2f ? .25f : 0;
+      is_lost[i] = lost[i] == 1;
+    }
+    s.steps = {p.length, p.batch, p.reverse, nullptr};
+    s.hidden = p.hidden;
+    s.save = true;
+    s.narrow_states = p.narrow_states;
+    s.reset_is_bool = kReset == Reset::kBool;
+    s.weight = weight.data(), s.parameters = parameters.data(), s.step_inputs = step_inputs.data();
+    if (kReset == Reset::kBool) s.reset = is_lost.data();
+    if (kReset == Reset::kShare) s.reset = lost.data();
+    if (!p.from_zeros) s.h0 = h0.data();
+    if (!p.from_zeros && p.narrow_states) s.states0 = narrow_states0.data();
+    if (!p.from_zeros && !p.narrow_states) s.states0 = states0.data();
+    s.gates = reinterpret_cast<T*>(gates.data()), s.extra = extra.data(), s.output = output.data();
+    s.output_apart = output_apart.data(), s.h_n = h_n.data(), s.states_n = states_n.data();
+  }
+
+  // Two launches, if there are several groups.
+  void run() {
+    LargeGrid grid = {kTile, LargeShape::group_pairs(p.hidden)};
+    grid.groups = static_cast<int>(ceil_div(p.batch, kShape.tile.group_rows()));
+    std::vector<unsigned> arrivals(kShape.arrival_bytes(grid) / sizeof(unsigned));
+    LargeForwardArguments<T> args = {s, {}, {}, arrivals.data(), grid.group_pairs, 0};
+    args.output = map_of(output, p.length);
+    args.h0 = p.from_zeros ? args.output : map_of(h0, 1);
+    const int first_groups = (grid.groups + 1) / 2;
+    for (const int groups : {first_groups, grid.groups - first_groups}) {
+      if (groups == 0) break;
+      cuda_on_cpu::run({2 * grid.group_pairs * groups, LargeShape::kThreads, /*cluster_blocks=*/2,
+                        static_cast<size_t>(kShape.shared_bytes())},
+                       [&] { hopper::run_large_forward<Config>(args); });
+      args.first_group += groups;
+    }
+  }
+
+  bool passes() {
+    std::vector<float> h(state), states(S * state);
+    for (int64_t i = 0; i < state && !p.from_zeros; ++i) h[i] = static_cast<float>(h0[i]);
+    if (!p.from_zeros) states.assign(states0.begin(), states0.begin() + S * state);
+    for (int k = 0; k < p.length; ++k) step(s.steps.at(k).first, h, states);
+    for (int64_t i = 0; i < state; ++i) check(h_n[i], h[i]);
+    for (int64_t i = 0; i < S * state; ++i) {
+      check(p.narrow_states ? static_cast<float>(reinterpret_cast<T*>(states_n.data())[i]) : states_n[i],
+            states[i]);
+    }
+    // The largest value is below 4.
+    return largest <= (std::is_same_v<T, __half> ? 0x1p-9 : 0x1p-6);
+  }
+  double largest_difference() const { return largest; }
+
+ private:
+  CUtensorMap map_of(const std::vector<T>& of, int matrices) const {
+    const auto* const data = reinterpret_cast<const uint16_t*>(of.data());
+    return {data, p.hidden, p.batch, matrices, p.hidden, state, kShape.tile.rows};
+  }
+  template <typename X>
+  void check(X found, float expected, bool may_be_folded = false) {
+    double difference = std::abs(static_cast<double>(static_cast<float>(found)) - expected);
+    // Near 1/2 one of them may be folded (common/math.h) and the other not.
+    if (may_be_folded && difference > .9) difference = std::abs(difference - 1);
+    if (!(difference <= largest)) largest = difference == difference ? difference : INFINITY;
+  }
+
+  void step(int64_t first, std::vector<float>& h, std::vector<float>& states) {
+    const std::vector<float> old_h = h;
+    for (int64_t i = 0; i < state; ++i) {
+      const int64_t b = i / p.hidden, unit = i % p.hidden, row = first + b;
+      const float kept = 1 - lost[row];
+      CellInputs<Cell, float> in;
+      for (int g = 0; g < G; ++g) {
+        double product = 0;
+        for (int j = 0; j < p.hidden; ++j) {
+          product += static_cast<double>(old_h[b * p.hidden + j]) *
+                     static_cast<float>(weight[(int64_t{g} * p.hidden + unit) * p.hidden + j]);
+        }
+        in.x[g] = static_cast<float>(projections[(row * G + g) * p.hidden + unit]);
+        (Cell::kSeparate ? in.r[Cell::kSeparate ? g : 0] = 0 : in.x[g]) += static_cast<float>(kept * product);
+      }
+      in.h = kept * old_h[i];
+      for (int j = 0; j < P; ++j) in.parameters[j] = static_cast<float>(parameters[j * p.hidden + unit]);
+      for (int j = 0; j < K; ++j)
+        in.steps[j] = static_cast<float>(step_inputs[(row * K + j) * p.hidden + unit]);
+      float mine[at_least_one(S)], saved[V];
+      for (int j = 0; j < S; ++j) mine[j] = kept * states[j * state + i];
+      h[i] = static_cast<float>(T(Cell::template forward<ExactMath>(in, mine, saved)));
+      for (int j = 0; j < S; ++j) states[j * state + i] = mine[j];
+      check(output[row * p.hidden + unit], h[i]);
+      if (kShape.cell.has_output_apart()) check(output_apart[row * p.hidden + unit], mine[0]);
+      for (int v = 0; v < V; ++v) {
+        check(v < kSavedInGates ? s.gates[(row * G + v) * p.hidden + unit]
+                                : extra[(row * E + v - kSavedInGates) * p.hidden + unit],
+              saved[v], /*may_be_folded=*/true);
+      }
+    }
+  }
+
+  const Problem p;
+  const int64_t rows = int64_t{p.length} * p.batch, state = int64_t{p.batch} * p.hidden;
+  std::vector<Projection> gates = randoms<Projection>(rows * G * p.hidden);
+  const std::vector<Projection> projections = gates;
+  const std::vector<T> weight = randoms<T>(int64_t{G} * p.hidden * p.hidden, 1.7f / std::sqrt(p.hidden));
+  const std::vector<T> parameters = randoms<T>(P * p.hidden), step_inputs = randoms<T>(rows * K * p.hidden),
+                       h0 = randoms<T>(state), narrow_states0 = randoms<T>(S * state);
+  std::vector<float> states0 = std::vector<float>(at_least_one(S) * state), lost = std::vector<float>(rows);
+  std::vector<char> is_lost = std::vector<char>(rows);
+  // What the kernel does not write is NaN.
+  std::vector<T> extra = randoms<T>(rows * E * p.hidden, NAN), output = randoms<T>(rows * p.hidden, NAN),
+                 output_apart = output, h_n = randoms<T>(state, NAN);
+  std::vector<float> states_n = randoms<float>(S * state, NAN);
+  SequenceForwardArguments<T> s = {};
+  double largest = 0;
+};
+
+int failed = 0;
+template <class Cell, typename T, int kTile, Reset kReset>
+void test(const char* name, const Problem& problem) {
+  Test<Cell, T, kTile, kReset> test(problem);
+  test.run();
+  const bool passes = test.passes();
+  std::printf("%s, tile %d: differs by %.2g%s\n", name, kTile, test.largest_difference(),
+              passes ? "" : ", FAILED");
+  failed += !passes;
+}
+
+}  // namespace
+
+int main() {
+  // A batch, a hidden size, steps; whether in reverse, from zeros, and with states of T
+  test<LstmCell, __half, 0, Reset::kNone>("lstm", {150, 72, 4, true, true, false});
+  test<LstmCell, __half, 1, Reset::kNone>("lstm", {70, 128, 3, false, false, false});
+  test<LstmCell, __half, 2, Reset::kNone>("lstm", {70, 64, 3, false, false, false});
+  test<LstmCell, __nv_bfloat16, 3, Reset::kBool>("lstm", {200, 64, 3, false, false, false});
+  test<LstmCell, __half, 4, Reset::kShare>("lstm", {50, 128, 4, true, false, false});
+  test<LstmCell, __half, 5, Reset::kNone>("lstm", {100, 136, 3, false, false, true});
+  test<GruOfAll, __half, 1, Reset::kShare>("gru", {70, 128, 3, false, false, true});
+  test<GruOfAll, __half, 5, Reset::kBool>("gru", {70, 64, 3, true, false, false});
+  test<WideRnn, __half, 1, Reset::kNone>("rnn", {70, 64, 1, false, false, false});
+  return failed;
+}
