@@ -54,7 +54,8 @@ class LargeStorage {
   static constexpr LargeShape kShape = Config::kShape;
   static constexpr int kRing = kShape.weight_bytes(),
                        kPartials = kRing + Config::kStages * Config::kStageBytes,
-                       kLive = kPartials + 2 * Config::kPartialBytes, kBarriers = kLive + kShape.live_bytes();
+                       kLive = kPartials + 2 * Config::kPartialBytes, kInputs = kLive + kShape.live_bytes(),
+               kBarriers = kInputs + Config::kTile.rounds_ahead * kShape.input_bytes();
 
  public:
   __device__ explicit LargeStorage(unsigned char* base) : base_(base) {}
@@ -68,6 +69,7 @@ class LargeStorage {
     return base_ + kPartials + rank * Config::kPartialBytes;
   }
   __device__ unsigned char* live() const { return base_ + kLive; }
+  __device__ unsigned char* inputs() const { return base_ + kInputs; }
 
   __device__ uint64_t* full(int stage) const { return barriers() + stage; }
   __device__ uint64_t* empty(int stage) const { return full(LargeShape::kMostStages + stage); }

@@ -23,10 +23,10 @@ struct alignas(kUnits * sizeof(T)) UnitVector {
   }
 };
 
+// Adjacent units of a row in shared memory, of a thread.
 template <typename T, int kUnits>
-__device__ __forceinline__ void load_if(UnitVector<T, kUnits>& to, const T* from, bool inside) {
-  constexpr int kWords = sizeof(UnitVector<T, kUnits>) / 4;
-  ld_once_words_if(reinterpret_cast<uint32_t (&)[kWords]>(to), from, inside);
+__device__ __forceinline__ UnitVector<T, kUnits>& of_thread(unsigned char* base, int vector) {
+  return reinterpret_cast<UnitVector<T, kUnits>*>(base)[vector * 128 + threadIdx.x % 128];
 }
 
 // The warpgroup that computes the cell. A thread has two adjacent rows of some adjacent units, in every
@@ -42,7 +42,7 @@ class LargeCells {
                        kSavedInGates = kShape.cell.saved_in_gates(), kExtra = kShape.cell.extra(),
                        kLive = kShape.cell.live_states(), kOutputs = kOutputsOf<Cell>;
   static constexpr int kStatesOrOne = at_least_one(kStates), kSavedOrOne = at_least_one(kSaved);
-  static constexpr int kRounds = Config::kRounds, kAhead = kShape.rounds_ahead(),
+  static constexpr int kRounds = Config::kRounds, kAhead = Config::kTile.rounds_ahead,
                        kUnits = kShape.units_of_thread(), kValues = kShape.values_of_thread();
   static constexpr bool kInRegisters = kShape.live_in_registers(),
                         kOutputApart = kShape.cell.has_output_apart();
@@ -70,17 +70,13 @@ class LargeCells {
   __device__ __forceinline__ void run() {
     load_parameters();
     load_initial();
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) load(inputs_[i], 0, i);
-    constexpr int kUnrolled = kInRegisters ? kRounds / kAhead : 1;  // registers have no variable numbers
+    for (int i = 0; i < kAhead; ++i) load(0, i);
+    constexpr int kUnrolled = kInRegisters ? kRounds : 1;  // registers have no variable numbers
     for (int step = 0; step < args_.steps.length; ++step) {
 #pragma unroll kUnrolled
-      for (int first = 0; first < kRounds; first += kAhead) {
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          run_round(step, first + i, inputs_[i], live_[kInRegisters ? first + i : 0]);
-          load_next(inputs_[i], step, first + i);
-        }
+      for (int round = 0; round < kRounds; ++round) {
+        run_round(step, round, live_[kInRegisters ? round : 0]);
+        load_next(step, round);
       }
     }
   }
@@ -88,8 +84,11 @@ class LargeCells {
  private:
   using Live = float[at_least_one(kLive)][kValues];  // the states and, if the cell reads it, h; by rows
 
+  using Projections = UnitVector<Projection, kUnits>;
+
+  // What a round reads besides the sums.
   struct Inputs {
-    UnitVector<Projection, kUnits> projections[2][kGates];
+    Projections projections[2][kGates];
     Vector steps[2][at_least_one(Cell::kStepInputs)];
     float lost[2];
   };
@@ -116,9 +115,21 @@ class LargeCells {
   __device__ __forceinline__ void load_parameters() {
 #pragma unroll
     for (int p = 0; p < Cell::kParameters; ++p)
-      load_if(parameters_[p], args_.parameters + at(p, 1, 0), has_units_);
+      if (has_units_) parameters_[p] = *reinterpret_cast<const Vector*>(args_.parameters + at(p, 1, 0));
   }
-  __device__ __forceinline__ void load(Inputs& to, int step, int round) const {
+  // Each thread copies its own inputs to shared memory, some rounds ahead. Registers would not do: a wait for
+  // one round's loads is a wait for all.
+  __device__ __forceinline__ Projections& projections(int round, int i, int gate) const {
+    return of_thread<Projection, kUnits>(inputs_of(round), i * kGates + gate);
+  }
+  __device__ __forceinline__ Vector& step_inputs(int round, int i, int k) const {
+    unsigned char* const base = inputs_of(round) + kShape.projection_bytes();
+    return of_thread<T, kUnits>(base, i * Cell::kStepInputs + k);
+  }
+  __device__ __forceinline__ unsigned char* inputs_of(int round) const {
+    return storage_.inputs() + round % kAhead * kShape.input_bytes();
+  }
+  __device__ __forceinline__ void load(int step, int round) const {
     const int64_t first = first_row(step);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -126,20 +137,37 @@ class LargeCells {
       const bool inside = exists(round, i);
 #pragma unroll
       for (int g = 0; g < kGates; ++g) {
-        load_if(to.projections[i][g], args_.template projections<Cell>() + at(from, kGates, g), inside);
+        copy(projections(round, i, g), args_.template projections<Cell>() + at(from, kGates, g), inside);
       }
 #pragma unroll
       for (int k = 0; k < Cell::kStepInputs; ++k) {
-        load_if(to.steps[i][k], args_.step_inputs + at(from, Cell::kStepInputs, k), inside);
+        copy(step_inputs(round, i, k), args_.step_inputs + at(from, Cell::kStepInputs, k), inside);
       }
-      if constexpr (Config::kHasResets) to.lost[i] = inside ? args_.resets().share(from) : 0;
     }
+    cp_async_commit_group();
+  }
+  template <typename V, typename E>
+  __device__ __forceinline__ static void copy(V& to, const E* from, bool inside) {
+    cp_async<sizeof(V)>(&to, from, inside ? sizeof(V) : 0);
   }
   // Those that take the place of what a round has read.
-  __device__ __forceinline__ void load_next(Inputs& to, int step, int round) const {
+  __device__ __forceinline__ void load_next(int step, int round) const {
     const bool same_step = round + kAhead < kRounds;
-    if (!same_step && step + 1 == args_.steps.length) return;
-    load(to, same_step ? step : step + 1, same_step ? round + kAhead : round + kAhead - kRounds);
+    if (same_step || step + 1 < args_.steps.length) {
+      load(same_step ? step : step + 1, same_step ? round + kAhead : round + kAhead - kRounds);
+    } else {
+      cp_async_commit_group();  // waits count groups
+    }
+  }
+  __device__ __forceinline__ void read(Inputs& to, int round) const {
+    cp_async_wait_group<kAhead - 1>();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) to.projections[i][g] = projections(round, i, g);
+#pragma unroll
+      for (int k = 0; k < Cell::kStepInputs; ++k) to.steps[i][k] = step_inputs(round, i, k);
+    }
   }
 
   // ---- what units carry
@@ -161,6 +189,12 @@ class LargeCells {
     for (int i = 0; i < kLive * kValues && !kInRegisters; i += 4) {
       const float* const x = &live[i / kValues][i % kValues];
       live_at(round)[i / 4 * 128] = make_float4(x[0], x[1], x[2], x[3]);
+    }
+  }
+  __device__ __forceinline__ void load_lost(float (&lost)[2], int step, int round) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      lost[i] = exists(round, i) ? args_.resets().share(first_row(step) + row(round, i)) : 0;
     }
   }
   __device__ __forceinline__ int64_t state_at(int state, int round, int i) const {
@@ -187,9 +221,12 @@ class LargeCells {
 
   // ---- a round
 
-  __device__ __forceinline__ void run_round(int step, int round, const Inputs& inputs, Live& live) {
+  __device__ __forceinline__ void run_round(int step, int round, Live& live) {
+    Inputs inputs;
     Results results;
+    if constexpr (Config::kHasResets) load_lost(inputs.lost, step, round);
     take_live(live, round);
+    read(inputs, round);
     mbarrier_wait_limited(storage_.partials_full(), partials_parity_);
     partials_parity_ ^= 1;
 #pragma unroll
@@ -340,8 +377,7 @@ class LargeCells {
   unsigned* arrive_at_;
   int to_next_round_;
   uint32_t partials_parity_ = 0;
-  Vector parameters_[at_least_one(Cell::kParameters)];
-  Inputs inputs_[kAhead];
+  Vector parameters_[at_least_one(Cell::kParameters)] = {};
   Live live_[kInRegisters ? kRounds : 1];
 };
 

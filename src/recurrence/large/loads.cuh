@@ -63,11 +63,6 @@ class LargeLoads {
         }
       }
     }
-    // The other block must not exit before its products have taken all stages, nor may this one.
-    for (int i = 0; i < Config::kStages / kLoaders; ++i) {
-      mbarrier_wait_limited(storage_.empty(stage_), phase_ ^ 1);
-      advance();
-    }
   }
   // Polls until the tiles of `wanted`, a bit each, are ready.
   __device__ __forceinline__ void wait_for(unsigned wanted, unsigned& ready, const unsigned* count,

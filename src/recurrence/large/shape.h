@@ -16,6 +16,7 @@ struct LargeTile {
   int k_tiles;          // in half of K, each of 64
   int stage_tiles;      // of h in a stage
   int releasing_warps;  // that release what the cells have stored, of the four that load
+  int rounds_ahead;     // whose inputs the cells' threads have begun to load
   int product_registers, cell_registers, loader_registers;
 
   constexpr int group_rows() const { return rows * rounds; }
@@ -25,8 +26,8 @@ struct LargeTile {
 // Tiles of 32 rows have a shorter way from the product to the next step, those of 64 rows read weights from
 // shared memory half as often. The order of several rounds hides that way behind the products of others.
 constexpr LargeTile kLargeTiles[] = {
-    {32, 2, 8, 2, 2, 176, 120, 40}, {32, 4, 8, 2, 2, 176, 120, 40},  {64, 8, 8, 1, 0, 192, 104, 24},
-    {64, 4, 8, 1, 0, 192, 104, 24}, {32, 2, 12, 3, 0, 184, 104, 40}, {64, 2, 16, 1, 0, 192, 104, 24},
+    {32, 2, 8, 2, 2, 2, 176, 120, 40}, {32, 4, 8, 2, 2, 4, 176, 120, 40},  {64, 8, 8, 1, 2, 2, 192, 104, 24},
+    {64, 4, 8, 1, 2, 2, 192, 104, 24}, {32, 2, 12, 3, 2, 2, 184, 104, 40}, {64, 2, 16, 1, 2, 1, 192, 104, 24},
 };
 
 // A launch of groups that share nothing.
@@ -59,17 +60,17 @@ struct LargeShape {
   constexpr int h_tile_bytes() const { return tile.rows * hopper::kSwizzleBytes; }
   constexpr int stage_bytes() const { return tile.stage_tiles * h_tile_bytes(); }
   constexpr int stages() const {
-    const int fit = (kMostShared - 1024 - other_bytes()) / stage_bytes(),
-              most = fit < kMostStages ? fit : kMostStages;
-    return most / loading_warps() * loading_warps();
+    const int fit = (kMostShared - 1024 - other_bytes()) / stage_bytes();
+    return fit < kMostStages ? fit : kMostStages;
   }
 
   // ---- the cells: a thread has two rows of some units
   constexpr int units_of_thread() const { return tile.rows / 16; }
   constexpr int values_of_thread() const { return 2 * units_of_thread(); }
-  // Registers of what a thread reads in a round, of half types.
-  constexpr int input_registers() const {
-    return ((cell.wide ? 2 : 1) * cell.gates + cell.step_inputs) * values_of_thread() / 2;
+  // What the cells of a round read, in shared memory.
+  constexpr int projection_bytes() const { return 128 * values_of_thread() * cell.gates * (cell.wide ? 4 : 2); }
+  constexpr int input_bytes() const {
+    return projection_bytes() + 128 * values_of_thread() * cell.step_inputs * 2;
   }
   constexpr int saved_registers() const {
     return (cell.saved + (cell.outputs_h ? 0 : cell.outputs)) * values_of_thread() / 2;
@@ -82,27 +83,20 @@ struct LargeShape {
   constexpr int live_bytes() const {
     return live_in_registers() ? 0 : cell.live_states() * tile.group_rows() * kUnits * 4;
   }
-  // How many rounds' inputs are loaded ahead.
-  constexpr int rounds_ahead() const {
-    const int fit = (tile.cell_registers - 80) / (input_registers() > 0 ? input_registers() : 1);
-    int ahead = tile.rounds < 4 ? tile.rounds : 4;
-    while (ahead > 1 && (ahead > fit || tile.rounds % ahead != 0)) --ahead;
-    return ahead;
-  }
-
   // ---- shared memory
   constexpr int weight_bytes() const { return 2 * shared_tiles() * kTileBytes; }
   constexpr int partial_bytes() const { return 64 * tile.rows * 4; }  // of one half of K
   constexpr int barriers() const { return 2 * kMostStages + 3 + tile.rounds; }
   constexpr int other_bytes() const {
-    return weight_bytes() + 2 * partial_bytes() + live_bytes() + 8 * barriers();
+    return weight_bytes() + 2 * partial_bytes() + live_bytes() + tile.rounds_ahead * input_bytes() +
+           8 * barriers();
   }
   constexpr int shared_bytes() const { return other_bytes() + stages() * stage_bytes(); }
 
   // Whether there is such a kernel.
   constexpr bool exists() const {
     return cell.recurrent && cell.gates <= 4 && !cell.mixes_units() && !cell.resets_to_initial &&
-           input_registers() * rounds_ahead() + saved_registers() + parameter_registers() +
+           input_bytes() / 128 / 4 + saved_registers() + parameter_registers() +
                    (live_in_registers() ? 16 : values_of_thread()) <=
                tile.cell_registers - 24 &&
            stages() >= loading_warps();
