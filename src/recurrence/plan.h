@@ -248,7 +248,7 @@ inline UnitTiles unit_tiles(const Problem& p, const DeviceInfo& device) {
 // A large layer's kernel, forward, if all of its groups are resident: so far only where it was measured, in
 // sizes whose steps are much slower otherwise.
 inline LargeGrid large_grid(const Problem& p, const DeviceInfo& device) {
-  constexpr int64_t kLeastHidden = 1024, kLeastUnits = 96 * 1024, kLeastSteps = 8;
+  constexpr int64_t kLeastHidden = 512, kLeastUnits = 48 * 1024, kLeastSteps = 8;
   const bool is_alone = p.sequences == 1 && p.heads == 1 && !p.side_by_side;
   if (!device.has_sm90a || p.element_size != 2 || !p.dense || p.backward || !is_alone) return {};
   if (p.cell.gates < 3 || p.hidden < kLeastHidden || p.hidden % 8 != 0) return {};

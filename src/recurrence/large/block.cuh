@@ -55,7 +55,7 @@ class LargeStorage {
   static constexpr int kRing = kShape.weight_bytes(),
                        kPartials = kRing + Config::kStages * Config::kStageBytes,
                        kLive = kPartials + 2 * Config::kPartialBytes, kInputs = kLive + kShape.live_bytes(),
-               kBarriers = kInputs + Config::kTile.rounds_ahead * kShape.input_bytes();
+                       kBarriers = kInputs + Config::kTile.rounds_ahead * kShape.input_bytes();
 
  public:
   __device__ explicit LargeStorage(unsigned char* base) : base_(base) {}

@@ -105,9 +105,11 @@ class LargeCells {
   __device__ __forceinline__ bool exists(int round, int i) const {
     return has_units_ && row(round, i) < args_.steps.batch;
   }
-  // Of the unit's plane in [rows, planes, H].
-  __device__ __forceinline__ int64_t at(int64_t row, int planes, int plane) const {
-    return (row * planes + plane) * args_.hidden + unit_;
+  // The thread's units in the first plane of a row of [rows, planes, H]. Other planes and the row after it
+  // are a few times H from there: a 64-bit product for each would be most of a round's instructions.
+  template <typename E>
+  __device__ __forceinline__ E* at(E* base, int64_t row, int planes = 1) const {
+    return base + row * (planes * args_.hidden) + unit_;
   }
 
   // ---- what the cell reads
@@ -115,7 +117,7 @@ class LargeCells {
   __device__ __forceinline__ void load_parameters() {
 #pragma unroll
     for (int p = 0; p < Cell::kParameters; ++p)
-      if (has_units_) parameters_[p] = *reinterpret_cast<const Vector*>(args_.parameters + at(p, 1, 0));
+      if (has_units_) parameters_[p] = *reinterpret_cast<const Vector*>(at(args_.parameters, p));
   }
   // Each thread copies its own inputs to shared memory, some rounds ahead. Registers would not do: a wait for
   // one round's loads is a wait for all.
@@ -130,18 +132,19 @@ class LargeCells {
     return storage_.inputs() + round % kAhead * kShape.input_bytes();
   }
   __device__ __forceinline__ void load(int step, int round) const {
-    const int64_t first = first_row(step);
+    const int64_t from = first_row(step) + row(round, 0);
+    const auto* const x = at(args_.template projections<Cell>(), from, kGates);
+    const T* const inputs = at(args_.step_inputs, from, Cell::kStepInputs);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int64_t from = first + row(round, i);
       const bool inside = exists(round, i);
 #pragma unroll
       for (int g = 0; g < kGates; ++g) {
-        copy(projections(round, i, g), args_.template projections<Cell>() + at(from, kGates, g), inside);
+        copy(projections(round, i, g), x + (i * kGates + g) * args_.hidden, inside);
       }
 #pragma unroll
       for (int k = 0; k < Cell::kStepInputs; ++k) {
-        copy(step_inputs(round, i, k), args_.step_inputs + at(from, Cell::kStepInputs, k), inside);
+        copy(step_inputs(round, i, k), inputs + (i * Cell::kStepInputs + k) * args_.hidden, inside);
       }
     }
     cp_async_commit_group();
@@ -198,7 +201,7 @@ class LargeCells {
     }
   }
   __device__ __forceinline__ int64_t state_at(int state, int round, int i) const {
-    return at(static_cast<int64_t>(state) * args_.steps.batch + row(round, i), 1, 0);
+    return (int64_t{state} * args_.steps.batch + row(round, i)) * args_.hidden + unit_;
   }
   __device__ __forceinline__ void load_initial() {
 #pragma unroll
@@ -320,10 +323,10 @@ class LargeCells {
   // ---- what the cell writes
 
   __device__ __forceinline__ void send(int step, int round, const Results& results) const {
-    const int64_t first = first_row(step);
+    T* const output = at(args_.output, first_row(step) + row(round, 0));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (exists(round, i)) write(args_.output + at(first + row(round, i), 1, 0), results.h[i]);
+      if (exists(round, i)) write(output + i * args_.hidden, results.h[i]);
     }
     fence_proxy_async_global();  // other blocks read it by TMA
     __syncwarp();
@@ -335,20 +338,21 @@ class LargeCells {
     }
   }
   __device__ __forceinline__ void store(int step, int round, const Results& results, const Live& live) const {
-    const int64_t first = first_row(step);
+    const int64_t first = first_row(step) + row(round, 0);
+    T *const outputs = at(args_.output_apart, first, kOutputs), *const gates = at(args_.gates, first, kGates),
+             *const extra = at(args_.extra, first, kExtra);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (!exists(round, i)) continue;
-      const int64_t to = first + row(round, i);
 #pragma unroll
       for (int o = 0; o < kOutputs && kOutputApart; ++o) {
-        write(args_.output_apart + at(to, kOutputs, o), results.outputs[i][o]);
+        write(outputs + (i * kOutputs + o) * args_.hidden, results.outputs[i][o]);
       }
       if (args_.save) {
 #pragma unroll
         for (int v = 0; v < kSaved; ++v) {
-          write(v < kSavedInGates ? args_.gates + at(to, kGates, v)
-                                  : args_.extra + at(to, kExtra, v - kSavedInGates),
+          write(v < kSavedInGates ? gates + (i * kGates + v) * args_.hidden
+                                  : extra + (i * kExtra + v - kSavedInGates) * args_.hidden,
                 results.saved[i][v]);
         }
       }

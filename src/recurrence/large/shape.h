@@ -26,8 +26,8 @@ struct LargeTile {
 // Tiles of 32 rows have a shorter way from the product to the next step, those of 64 rows read weights from
 // shared memory half as often. The order of several rounds hides that way behind the products of others.
 constexpr LargeTile kLargeTiles[] = {
-    {32, 2, 8, 2, 2, 2, 176, 120, 40}, {32, 4, 8, 2, 2, 4, 176, 120, 40},  {64, 8, 8, 1, 2, 2, 192, 104, 24},
-    {64, 4, 8, 1, 2, 2, 192, 104, 24}, {32, 2, 12, 3, 2, 2, 184, 104, 40}, {64, 2, 16, 1, 2, 1, 192, 104, 24},
+    {32, 2, 8, 4, 2, 2, 176, 120, 40}, {32, 4, 8, 4, 2, 4, 176, 120, 40},  {64, 8, 8, 2, 2, 2, 192, 104, 24},
+    {64, 4, 8, 2, 2, 2, 192, 104, 24}, {32, 2, 12, 3, 2, 2, 184, 104, 40}, {64, 2, 16, 1, 2, 1, 192, 104, 24},
 };
 
 // A launch of groups that share nothing.
@@ -68,7 +68,9 @@ struct LargeShape {
   constexpr int units_of_thread() const { return tile.rows / 16; }
   constexpr int values_of_thread() const { return 2 * units_of_thread(); }
   // What the cells of a round read, in shared memory.
-  constexpr int projection_bytes() const { return 128 * values_of_thread() * cell.gates * (cell.wide ? 4 : 2); }
+  constexpr int projection_bytes() const {
+    return 128 * values_of_thread() * cell.gates * (cell.wide ? 4 : 2);
+  }
   constexpr int input_bytes() const {
     return projection_bytes() + 128 * values_of_thread() * cell.step_inputs * 2;
   }
@@ -102,16 +104,19 @@ struct LargeShape {
            stages() >= loading_warps();
   }
 
-  // ---- a step's clocks, by a model that the planner compares tiles with. The products of 16 of K by one
-  // warpgroup take half a clock a row, and 32 more if the weights are in shared memory. What follows a
-  // product takes the way to the next step.
+  // ---- a step's clocks, by a model that the planner compares tiles with: the way from a product to the next
+  // step's, or the reads of h, of which L2 has 17 bytes a clock for each block. The products of 16 of K by
+  // one warpgroup take half a clock a row, and 32 more if the weights are in shared memory.
   constexpr int round_clocks() const {
     const int products = 4 * (tile.k_tiles * tile.rows / 2 + 32 * shared_tiles());
     return 2 * products + 200;
   }
   constexpr int step_clocks() const {
-    const int way = tile.rows > 32 ? 3850 : 3600, busy = tile.rounds * round_clocks();
-    return busy > round_clocks() + way ? busy : round_clocks() + way;
+    constexpr int kWay = 5200, kBytesAClock = 17;
+    const int reads = tile.group_rows() * tile.k_tiles * hopper::kSwizzleBytes / kBytesAClock;
+    const int busy = tile.rounds * round_clocks(), way = round_clocks() + kWay;
+    const int least = busy > way ? busy : way;
+    return least > reads ? least : reads;
   }
 
   // ---- the counters of what the blocks of a group have stored: of each tile of rows, one for 64 units. A
