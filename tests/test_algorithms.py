@@ -1192,7 +1192,7 @@ def test_the_planned_algorithm_is_the_one_that_runs(op, dtype, profiler_sees_ker
         for direction, function in forward_and_backward(f, call).items():
             planned = op.plan(*call.args, sizes=sizes, algorithm=algorithm, backward=direction == "backward")
             if planned != "stepwise":
-                allowed = [f"recurrence_persistent_{direction}_kernel"]
+                allowed = [f"recurrence_{kind}_{direction}_kernel" for kind in ("persistent", "large")]
             elif has_small_batch(dtype, hidden, batch):
                 allowed = [FEW_ROWS]
             else:

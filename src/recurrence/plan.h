@@ -245,26 +245,28 @@ inline UnitTiles unit_tiles(const Problem& p, const DeviceInfo& device) {
   return tiles;
 }
 
-// A large layer's kernel, forward, if all of its groups are resident: so far only where it was measured, in
-// sizes whose steps are much slower otherwise.
+// A large layer's kernel, forward: in sizes whose steps are much slower otherwise. Groups that are not resident
+// at the same time have launches one after the other.
 inline LargeGrid large_grid(const Problem& p, const DeviceInfo& device) {
-  constexpr int64_t kLeastHidden = 512, kLeastUnits = 48 * 1024, kLeastSteps = 8;
+  constexpr int64_t kLeastHidden = 512, kLeastUnits = 64 * 1024;
   const bool is_alone = p.sequences == 1 && p.heads == 1 && !p.side_by_side;
   if (!device.has_sm90a || p.element_size != 2 || !p.dense || p.backward || !is_alone) return {};
   if (p.cell.gates < 3 || p.hidden < kLeastHidden || p.hidden % 8 != 0) return {};
-  if (p.batch * p.hidden < kLeastUnits || (p.steps > 0 && p.steps < kLeastSteps)) return {};
+  if (p.batch * p.hidden < kLeastUnits || p.steps == 1) return {};
   LargeGrid best;
-  int best_clocks = INT32_MAX;
+  int64_t best_clocks = INT64_MAX;
   for (int i = 0; i < static_cast<int>(std::size(kLargeTiles)); ++i) {
     const LargeShape shape = {p.cell, kLargeTiles[i]};
     if (!shape.exists() || p.hidden > shape.tile.most_hidden()) continue;
     if (shape.shared_bytes() > device.shared_bytes) continue;
     const int pairs = LargeShape::group_pairs(p.hidden);
     const int resident = device.cluster_multiprocessors[2] / (2 * pairs);
-    const int64_t groups = ceil_div(p.batch, shape.tile.group_rows());
-    if (groups > resident || shape.step_clocks() >= best_clocks) continue;
-    best = {i, pairs, static_cast<int>(groups), static_cast<int>(groups)};
-    best_clocks = shape.step_clocks();
+    if (resident == 0) continue;
+    const int groups = static_cast<int>(ceil_div(p.batch, shape.tile.group_rows()));
+    const int64_t clocks = int64_t{ceil_div(groups, resident)} * shape.step_clocks();
+    if (clocks >= best_clocks) continue;
+    best = {i, pairs, groups, std::min(groups, resident)};
+    best_clocks = clocks;
   }
   return best;
 }
