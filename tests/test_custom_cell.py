@@ -335,7 +335,9 @@ def test_steps_of_large_tiles(name, batch, hidden, resets):
 @needs_cuda
 @pytest.mark.parametrize("name", ["gru", "lstm", "slstm", "peephole_lstm", "rnn_tanh", "cfc", *WITH_OUTPUT])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("batch,hidden", [(256, 1024), (130, 1032), (33, 1536), (100, 1800), (600, 768), (1100, 512)])
+@pytest.mark.parametrize(
+    "batch,hidden", [(256, 1024), (130, 1032), (33, 1536), (100, 1800), (600, 768), (1100, 512)]
+)
 @with_resets
 def test_large_layers(name, dtype, batch, hidden, resets):
     """By their own kernel on Hopper: every tile, and groups and tiles that are not full."""

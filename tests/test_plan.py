@@ -158,13 +158,15 @@ chips = pytest.mark.parametrize("chip", [H200, A100, L4], ids=["H200", "A100", "
 def test_blocks_fit_on_the_chip_and_take_every_row_once(plan, chip, algorithm, dense, sequences, more):
     asked = problems(chip=chip, algorithm=algorithm, dense=dense, sequences=sequences, **more)
     sequences *= more.get("heads", 1)
-    for problem, (name, members, groups, most_groups, rows, *_) in zip(asked, plan(*asked), strict=True):
+    for problem, (name, members, groups, most_groups, rows, *_, large_tile) in zip(
+        asked, plan(*asked), strict=True
+    ):
         if name == "stepwise":
             continue
         assert groups * rows >= problem["batch"] > (groups - 1) * rows, problem
         if name == "grid":  # its blocks wait for each other
             assert sequences * members * (most_groups or groups) <= chip[1], problem
-            assert not most_groups or more.get("over_units"), problem
+            assert not most_groups or more.get("over_units") or large_tile >= 0, problem
         else:
             assert members <= 8, problem
             assert dense, problem
@@ -270,7 +272,7 @@ def test_an_algorithm_by_name_is_the_variant_that_auto_takes(plan):
         ("grid", {"hidden": 2056}, "has no room on this GPU for hidden_size = 2056 and batch = 8"),
         ("grid", {"hidden": 1024, "size": 4, "gates": 4}, "has no room on this GPU for hidden_size = 1024"),
         # Shared memory holds the cell states.
-        ("grid", {"hidden": 1024, "batch": 20_000}, "has no room on this GPU for hidden_size = 1024"),
+        ("grid", {"hidden": 256, "batch": 20_000}, "has no room on this GPU for hidden_size = 256"),
         ("grid", {"batch": 20_000}, "has no room on this GPU for hidden_size = 64 and batch = 20000"),
     ],
     ids=str,

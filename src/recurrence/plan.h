@@ -304,6 +304,7 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
   if (large.tile >= 0) {
     const LargeTile& tile = kLargeTiles[large.tile];
     plan = {Algorithm::kGrid, -1, {2 * large.group_pairs, large.groups, tile.group_rows()}};
+    plan.most_groups = large.groups > large.most_groups ? large.most_groups : 0;
     plan.large = large;
     plan.arrival_bytes = LargeShape{problem.cell, tile}.arrival_bytes(large);
     return plan;
