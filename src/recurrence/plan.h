@@ -245,16 +245,19 @@ inline UnitTiles unit_tiles(const Problem& p, const DeviceInfo& device) {
   return tiles;
 }
 
-// A large layer's kernel, forward: in sizes whose steps are much slower otherwise. Groups that are not resident
-// at the same time have launches one after the other.
+// A large layer's kernel, forward, where it is faster than fused steps. Groups that are not resident at the
+// same time have launches one after the other.
 inline LargeGrid large_grid(const Problem& p, const DeviceInfo& device) {
   constexpr int64_t kLeastHidden = 512, kLeastUnits = 64 * 1024;
+  // Of fused steps, as measured on an H200.
+  constexpr int64_t kLeastFusedClocks = 15'000, kFusedProductsAClock = 97'000;
   const bool is_alone = p.sequences == 1 && p.heads == 1 && !p.side_by_side;
   if (!device.has_sm90a || p.element_size != 2 || !p.dense || p.backward || !is_alone) return {};
   if (p.cell.gates < 3 || p.hidden < kLeastHidden || p.hidden % 8 != 0) return {};
   if (p.batch * p.hidden < kLeastUnits || p.steps == 1) return {};
   LargeGrid best;
-  int64_t best_clocks = INT64_MAX;
+  const int64_t products = p.batch * p.hidden * p.hidden * p.cell.gates;
+  int64_t best_clocks = std::max(kLeastFusedClocks, products / kFusedProductsAClock);
   for (int i = 0; i < static_cast<int>(std::size(kLargeTiles)); ++i) {
     const LargeShape shape = {p.cell, kLargeTiles[i]};
     if (!shape.exists() || p.hidden > shape.tile.most_hidden()) continue;
@@ -263,7 +266,7 @@ inline LargeGrid large_grid(const Problem& p, const DeviceInfo& device) {
     const int resident = device.cluster_multiprocessors[2] / (2 * pairs);
     if (resident == 0) continue;
     const int groups = static_cast<int>(ceil_div(p.batch, shape.tile.group_rows()));
-    const int64_t clocks = int64_t{ceil_div(groups, resident)} * shape.step_clocks();
+    const int64_t clocks = int64_t{ceil_div(groups, resident)} * shape.step_clocks(p.hidden);
     if (clocks >= best_clocks) continue;
     best = {i, pairs, groups, std::min(groups, resident)};
     best_clocks = clocks;

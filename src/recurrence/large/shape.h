@@ -104,16 +104,17 @@ struct LargeShape {
            stages() >= loading_warps();
   }
 
-  // ---- a step's clocks, by a model that the planner compares tiles with: the way from a product to the next
-  // step's, or the reads of h, of which L2 has 17 bytes a clock for each block. The products of 16 of K by
-  // one warpgroup take half a clock a row, and 32 more if the weights are in shared memory.
+  // ---- a step's clocks, by a model that the planner compares tiles with: all rounds' products, or one
+  // round's and the way to the next step, or the reads of h, of which L2 has 17 bytes a clock for each block.
+  // The products of 16 of K by one warpgroup take half a clock a row, and 32 more if the weights are in
+  // shared memory.
   constexpr int round_clocks() const {
     const int products = 4 * (tile.k_tiles * tile.rows / 2 + 32 * shared_tiles());
     return 2 * products + 200;
   }
-  constexpr int step_clocks() const {
+  constexpr int64_t step_clocks(int64_t hidden) const {
     constexpr int kWay = 5200, kBytesAClock = 17;
-    const int reads = tile.group_rows() * tile.k_tiles * hopper::kSwizzleBytes / kBytesAClock;
+    const int64_t reads = tile.group_rows() * hidden / kBytesAClock;  // half of h, two bytes each
     const int busy = tile.rounds * round_clocks(), way = round_clocks() + kWay;
     const int least = busy > way ? busy : way;
     return least > reads ? least : reads;
