@@ -118,7 +118,7 @@ class CellOp {
       const cudaKernel_t kernel = load(which);
       if constexpr (!kBackward) {
         if (plan.large.tile >= 0) {
-          return run_large_layer(kernel, shape(), sequences.of[0], plan.large, links, stream);
+          return run_large_layers(kernel, shape(), sequences, plan.large, links, stream);
         }
       }
       if (tile.rows > 0) return run_fused_steps(kernel, shape().gates, sequences.of[0], tile, stream);

@@ -251,7 +251,7 @@ inline LargeGrid large_grid(const Problem& p, const DeviceInfo& device) {
   constexpr int64_t kLeastHidden = 512, kLeastUnits = 64 * 1024;
   // Of fused steps, as measured on an H200.
   constexpr int64_t kLeastFusedClocks = 15'000, kFusedProductsAClock = 97'000;
-  const bool is_alone = p.sequences == 1 && p.heads == 1 && !p.side_by_side;
+  const bool is_alone = p.heads == 1 && !p.side_by_side;  // two directions run one after the other
   if (!device.has_sm90a || p.element_size != 2 || !p.dense || p.backward || !is_alone) return {};
   if (p.cell.gates < 3 || p.hidden < kLeastHidden || p.hidden % 8 != 0) return {};
   if (p.batch * p.hidden < kLeastUnits || p.steps == 1) return {};

@@ -28,15 +28,15 @@ const void* large_kernel(int tile, std::index_sequence<kTiles...>) {
 }
 
 template <class Cell, typename T>
-cudaError_t launch_large_layer(const SequenceForwardArguments<T>& s, const LargeGrid& grid, void* arrivals,
-                               cudaStream_t stream) {
+cudaError_t launch_large_layers(const PerDirection<SequenceForwardArguments<T>>& sequences,
+                                const LargeGrid& grid, void* arrivals, cudaStream_t stream) {
   constexpr std::make_index_sequence<std::size(kLargeTiles)> kTiles;
-  return run_large_layer(large_kernel<Cell, T>(grid.tile, kTiles), kCellShape<Cell>, s, grid, arrivals,
-                         stream);
+  return run_large_layers(large_kernel<Cell, T>(grid.tile, kTiles), kCellShape<Cell>, sequences, grid,
+                          arrivals, stream);
 }
 
 }  // namespace lltm_ext
 
-#define INSTANTIATE_LARGE_LAYER(Cell, T)                                                         \
-  template cudaError_t lltm_ext::launch_large_layer<Cell, T>(const SequenceForwardArguments<T>&, \
-                                                             const LargeGrid&, void*, cudaStream_t);
+#define INSTANTIATE_LARGE_LAYER(Cell, T)                       \
+  template cudaError_t lltm_ext::launch_large_layers<Cell, T>( \
+      const PerDirection<SequenceForwardArguments<T>>&, const LargeGrid&, void*, cudaStream_t);
