@@ -26,8 +26,10 @@ struct LargeTile {
 // Tiles of 32 rows have a shorter way from the product to the next step, those of 64 rows read weights from
 // shared memory half as often. The order of several rounds hides that way behind the products of others.
 constexpr LargeTile kLargeTiles[] = {
-    {32, 2, 8, 4, 2, 2, 176, 120, 40}, {32, 4, 8, 4, 2, 4, 176, 120, 40},  {64, 8, 8, 2, 2, 2, 192, 104, 24},
-    {64, 4, 8, 2, 2, 2, 192, 104, 24}, {32, 2, 12, 3, 2, 2, 184, 104, 40}, {64, 2, 16, 1, 2, 1, 192, 104, 24},
+    {32, 2, 8, 4, 2, 2, 176, 120, 40},  {32, 4, 8, 4, 2, 4, 176, 120, 40},
+    {64, 8, 8, 2, 2, 2, 192, 104, 24},  {64, 4, 8, 2, 2, 2, 192, 104, 24},
+    {32, 2, 12, 3, 2, 2, 184, 104, 40}, {64, 2, 16, 1, 2, 1, 192, 104, 24},
+    {32, 4, 12, 3, 2, 4, 184, 104, 40}, {64, 4, 12, 2, 2, 2, 192, 104, 24},
 };
 
 // A launch of groups that share nothing.
@@ -104,16 +106,17 @@ struct LargeShape {
            stages() >= loading_warps();
   }
 
-  // ---- a step's clocks, by a model that the planner compares tiles with: all rounds' products, or one
-  // round's and the way to the next step, or the reads of h, of which L2 has 17 bytes a clock for each block.
-  // The products of 16 of K by one warpgroup take half a clock a row, and 32 more if the weights are in
-  // shared memory.
+  // ---- a step's clocks, by a model that the planner compares tiles with: all rounds' products or cells, or
+  // one round's and the way to the next step, or the reads of h, of which L2 has 17 bytes a clock for each
+  // block. The products of 16 of K by one warpgroup take half a clock a row, and 32 more if the weights are
+  // in shared memory. Cells take 60 clocks a row.
   constexpr int round_clocks() const {
-    const int products = 4 * (tile.k_tiles * tile.rows / 2 + 32 * shared_tiles());
-    return 2 * products + 200;
+    const int products = 8 * (tile.k_tiles * tile.rows / 2 + 32 * shared_tiles()) + 200;
+    const int cells = 60 * tile.rows;
+    return products > cells ? products : cells;
   }
   constexpr int64_t step_clocks(int64_t hidden) const {
-    constexpr int kWay = 5200, kBytesAClock = 17;
+    constexpr int kWay = 4500, kBytesAClock = 17;
     const int64_t reads = tile.group_rows() * hidden / kBytesAClock;  // half of h, two bytes each
     const int busy = tile.rounds * round_clocks(), way = round_clocks() + kWay;
     const int least = busy > way ? busy : way;
