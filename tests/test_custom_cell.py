@@ -337,7 +337,17 @@ def test_steps_of_large_tiles(name, batch, hidden, resets):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     "batch,hidden",
-    [(256, 1024), (130, 1032), (33, 1536), (100, 1536), (250, 1400), (100, 1800), (600, 768), (1100, 512)],
+    [
+        (256, 1024),
+        (130, 1032),
+        (33, 1536),
+        (100, 1536),
+        (250, 1400),
+        (50, 1800),
+        (100, 1800),
+        (600, 768),
+        (1100, 512),
+    ],
 )
 @with_resets
 def test_large_layers(name, dtype, batch, hidden, resets):
@@ -481,7 +491,7 @@ def test_every_kind_of_kernel_compiles(name, architecture, backward):
 @pytest.mark.parametrize("reset", ["", "float"])
 @pytest.mark.parametrize("name", ["peephole_lstm", "gru"])
 def test_the_kernels_of_large_layers_compile(name, reset):
-    for tile in (1, 2, 5, 6, 7):
+    for tile in (1, 2, 5, 6, 7, 8):
         binary(CELLS[name].program, torch.bfloat16, False, reset=reset, large_tile=tile)
 
 
