@@ -316,12 +316,17 @@ def algorithm_of(module: nn.Module, input: Tensor, backward: bool) -> str:
 
 
 def layers(
-    bench: Bench, hidden: int, names: Iterable[tuple[str, str]], **options: Any
+    bench: Bench,
+    hidden: int,
+    names: Iterable[tuple[str, str]],
+    modules: Mapping[str, type[nn.Module]] = LAYERS,
+    **options: Any,
 ) -> dict[str, Candidate]:
     """Candidates named after a layer and its precision: 'nn.LSTM float16', ..."""
     return {
         f"{name} {precision}": Candidate(
-            LAYERS[name](hidden, hidden, device=bench.device, dtype=dtype_of(precision), **options), precision
+            modules[name](hidden, hidden, device=bench.device, dtype=dtype_of(precision), **options),
+            precision,
         )
         for name, precision in names
     }

@@ -1,33 +1,45 @@
-"""LSTM and LLTM beside nn.LSTM over a map of sizes: times of forward and training, and peak memory."""
+"""Layers beside torch's over a map of sizes: times of forward and training, and peak memory."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from harness import INK, Bench, Row, finish, parse
-from lltm import LLTM, LSTM, MODES, PEER, Sequences, Shape, layers, sizes
+from harness import INK, OURS, Bench, Row, finish, parse
+from lltm import LAYERS, LLTM, LSTM, MODES, PEER, Sequences, Shape, layers, sizes
+from torch import nn
+
+import lltm_ext
 
 BATCHES = (1, 4, 16, 64, 256, 1024)
 HIDDEN = (32, 64, 96, 128, 200, 256, 384, 512, 768, 1024, 1536, 2048)
 LENGTHS = (20, 200, 1000)
+# Of few steps, as graph networks and models of characters have them.
+MANY_ROWS = [(b, t, h) for t in (4, 20) for h in (64, 256) for b in (20_000, 65_536, 200_000)]
 PRECISIONS = ("float32", "ieee", "bfloat16", "float16")
-OURS = (LSTM, LLTM)
+GRU, RNN = f"{OURS}.GRU", f"{OURS}.RNN"
+# Layers and their peers, which take turns.
+GROUPS = {PEER: (LSTM, LLTM), "nn.GRU": (GRU,), "nn.RNN": (RNN,)}
+MODULES = LAYERS | {GRU: lltm_ext.GRU, RNN: lltm_ext.RNN, "nn.GRU": nn.GRU, "nn.RNN": nn.RNN}
+OUR_LAYERS = [layer for group in GROUPS.values() for layer in group]
 KINDS = (*MODES, "peak")
 # What a shape may take: elements of h over all steps, and multiplications of its products with h.
 MOST_ELEMENTS, MOST_PRODUCTS = 2**25, 2**35
+MOST_ELEMENTS_OF_MANY_ROWS = 2**28
 
 
 def shapes(small: bool) -> list[Shape]:
     if small:
         return [(b, 20, h) for b in BATCHES[:2] for h in HIDDEN[:2]]
     every = ((b, t, h) for t in LENGTHS for h in HIDDEN for b in BATCHES)
-    return [s for s in every if math.prod(s) <= MOST_ELEMENTS and math.prod(s) * s[2] <= MOST_PRODUCTS]
+    found = [s for s in every if math.prod(s) <= MOST_ELEMENTS and math.prod(s) * s[2] <= MOST_PRODUCTS]
+    return found + [s for s in MANY_ROWS if math.prod(s) <= MOST_ELEMENTS_OF_MANY_ROWS]
 
 
-def measure_all(bench: Bench, keys: Sequence[tuple[Shape, str]]) -> list[Row]:
+def measure_all(bench: Bench, keys: Sequence[tuple[str, Shape, str]]) -> list[Row]:
     """Sizes with a loss are measured twice more at the end, and medians count.
 
     A host that is busy for a second makes a loss where there is none.
@@ -50,20 +62,21 @@ def median(rows: Sequence[Row]) -> Row:
     return middle
 
 
-def measure(bench: Bench, shape: Shape, precision: str) -> list[Row]:
-    """A row for each of our layers."""
-    candidates = layers(bench, shape[2], [(name, precision) for name in (*OURS, PEER)])
+def measure(bench: Bench, peer: str, shape: Shape, precision: str) -> list[Row]:
+    """A row for each of our layers that have this peer."""
+    names = [(name, precision) for name in (*GROUPS[peer], peer)]
+    candidates = layers(bench, shape[2], names, MODULES)
     sequences = Sequences(bench, shape, candidates)
     found: Row = {}
     for mode in MODES:
         found |= sequences.times(mode, candidates)
     found |= sequences.peaks()
     rows = []
-    for layer in OURS:
+    for layer in GROUPS[peer]:
         row: Row = {"layer": layer, "precision": precision} | sizes(shape)
         for kind in KINDS:
             unit = "MiB" if kind == "peak" else "ms"
-            ours, theirs = (found[f"{name} {precision} {kind} {unit}"] for name in (layer, PEER))
+            ours, theirs = (found[f"{name} {precision} {kind} {unit}"] for name in (layer, peer))
             row |= {f"ours {kind} {unit}": ours, f"peer {kind} {unit}": theirs}
             row[f"{kind} ratio"] = ours / theirs if ours is not None else None
         rows.append(row)
@@ -75,7 +88,7 @@ def measure(bench: Bench, shape: Shape, precision: str) -> list[Row]:
 
 def claims(rows: Sequence[Row]) -> list[str]:
     found = []
-    for layer in OURS:
+    for layer in OUR_LAYERS:
         for precision in PRECISIONS:
             here = [row for row in rows if (row["layer"], row["precision"]) == (layer, precision)]
             found += [f"{layer}, {precision}, {claim}" for kind in KINDS for claim in claim_of(here, kind)]
@@ -105,7 +118,7 @@ def draw(record: Row) -> Any:
     from matplotlib.colors import LogNorm
 
     columns = [(length, mode) for mode in MODES for length in LENGTHS]
-    lines = [(layer, precision) for layer in OURS for precision in PRECISIONS]
+    lines = [(layer, precision) for layer in OUR_LAYERS for precision in PRECISIONS]
     figure, grid = plt.subplots(
         len(lines),
         len(columns),
@@ -121,6 +134,7 @@ def draw(record: Row) -> Any:
                 (row["B"], row["H"]): row[f"{mode} ratio"]
                 for row in record["rows"]
                 if (row["layer"], row["precision"], row["T"]) == (layer, precision, length)
+                and row["B"] in BATCHES
             }
             values = [[ratios.get((b, h), math.nan) for h in HIDDEN] for b in BATCHES]
             image = axes.imshow(values, cmap="RdBu_r", norm=LogNorm(0.1, 10), aspect="auto", origin="lower")
@@ -132,7 +146,7 @@ def draw(record: Row) -> Any:
             axes.set_xticks(range(len(HIDDEN)), HIDDEN, fontsize=5, rotation=90)
             axes.set_yticks(range(len(BATCHES)), BATCHES, fontsize=5)
             axes.set_title(f"{layer.rpartition('.')[2]} {precision}, T {length}, {mode}", fontsize=7)
-    figure.colorbar(image, ax=grid, shrink=0.4, label=f"time / {PEER}'s")
+    figure.colorbar(image, ax=grid, shrink=0.4, label="time / that of torch's layer")
     figure.supylabel("batch")
     for axes in grid[-1]:
         axes.set_xlabel("hidden and input size", fontsize=6)
@@ -143,7 +157,9 @@ def main() -> None:
     args = parse(__doc__ or "")
     bench = Bench(args.device, args.seconds / 4)
     precisions = PRECISIONS if bench.cuda else PRECISIONS[:1]
-    keys = [(shape, precision) for precision in precisions for shape in shapes(args.small)]
+    keys = [
+        (*key, precision) for key in itertools.product(GROUPS, shapes(args.small)) for precision in precisions
+    ]
     rows = measure_all(bench, keys)
     columns = ["layer", "precision", "B", "T", "H", *(f"{kind} ratio" for kind in KINDS)]
     finish("sizes", args, rows, columns, claims(rows))
