@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -335,7 +336,7 @@ def draw(record: Row) -> Any:
             axes.axhline(1, color=INK, linewidth=0.8)
             axes.set_ylim(0, 1.1 * highest)
             axes.set_xticks(range(len(shapes)), ["\n".join(map(str, shape)) for shape in shapes], fontsize=6)
-            axes.set_title(f"{pair[0]} / {pair[1]}, {mode}")
+            axes.set_title(textwrap.fill(f"{pair[0]} / {pair[1]}, {mode}", 50))
         panels[0].set_ylabel("time / peer's")
         # Beside the panels: among few points a legend's marker looks like one.
         panels[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=7)

@@ -335,7 +335,10 @@ def test_steps_of_large_tiles(name, batch, hidden, resets):
 @needs_cuda
 @pytest.mark.parametrize("name", ["gru", "lstm", "slstm", "peephole_lstm", "rnn_tanh", "cfc", *WITH_OUTPUT])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("batch,hidden", [(256, 1024), (130, 1032), (33, 1536), (100, 1800), (600, 768), (1100, 512)])
+@pytest.mark.parametrize(
+    "batch,hidden",
+    [(256, 1024), (130, 1032), (33, 1536), (100, 1536), (250, 1400), (100, 1800), (600, 768), (1100, 512)],
+)
 @with_resets
 def test_large_layers(name, dtype, batch, hidden, resets):
     """By their own kernel on Hopper: every tile, and groups and tiles that are not full."""
@@ -478,8 +481,9 @@ def test_every_kind_of_kernel_compiles(name, architecture, backward):
 @pytest.mark.parametrize("reset", ["", "float"])
 @pytest.mark.parametrize("name", ["peephole_lstm", "gru"])
 def test_the_kernels_of_large_layers_compile(name, reset):
-    for tile in (1, 2, 4, 5):
-        binary(CELLS[name].program, torch.bfloat16, False, reset=reset, large_tile=tile)
+    for tile in (1, 2, 5, 6, 7):
+        for backward in (False, True):
+            binary(CELLS[name].program, torch.bfloat16, backward, reset=reset, large_tile=tile)
 
 
 @every_text

@@ -85,36 +85,6 @@ __device__ __forceinline__ uint4 ld_once_if(const void* from, bool inside) {
   return x;
 }
 
-// The same of 4, 8 or 16 bytes, which keep their values if not `inside`. The compiler does not move the load
-// towards its use.
-template <int kWords>
-__device__ __forceinline__ void ld_once_words_if(uint32_t (&x)[kWords], const void* from, bool inside) {
-  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
-  const int when = inside;
-  if constexpr (kWords == 1) {
-    asm volatile(
-        "{\n .reg .pred when;\n setp.ne.b32 when, %2, 0;\n"
-        " @when ld.global.L1::no_allocate.b32 %0, [%1];\n}"
-        : "+r"(x[0])
-        : "l"(from), "r"(when)
-        : "memory");
-  } else if constexpr (kWords == 2) {
-    asm volatile(
-        "{\n .reg .pred when;\n setp.ne.b32 when, %3, 0;\n"
-        " @when ld.global.L1::no_allocate.v2.b32 {%0, %1}, [%2];\n}"
-        : "+r"(x[0]), "+r"(x[1])
-        : "l"(from), "r"(when)
-        : "memory");
-  } else {
-    asm volatile(
-        "{\n .reg .pred when;\n setp.ne.b32 when, %5, 0;\n"
-        " @when ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
-        : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])
-        : "l"(from), "r"(when)
-        : "memory");
-  }
-}
-
 // Keeps the compiler from computing x again at every use.
 template <typename T>
 __device__ __forceinline__ void keep_in_register(T& x) {

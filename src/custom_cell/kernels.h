@@ -117,7 +117,7 @@ class CellOp {
       which.large_tile = plan.large.tile;
       const cudaKernel_t kernel = load(which);
       if (plan.large.tile >= 0) {
-        return run_large_layer(kernel, shape(), sequences.of[0], plan.large, links, stream);
+        return run_large_layers(kernel, shape(), sequences, plan.large, links, stream);
       }
       if (tile.rows > 0) return run_fused_steps(kernel, shape().gates, sequences.of[0], tile, stream);
       return launch_persistent(kernel, shape(), sequences, plan, stream, links);

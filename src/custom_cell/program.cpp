@@ -48,8 +48,8 @@ KernelText text_of(const CellKernel& kernel, const CellShape& shape, bool ends_i
   if (kernel.is_large()) {
     const char* const name = kernel.backward ? "backward" : "forward";
     const std::string config =
-        c10::str("hopper::Large", kernel.backward ? direction : "", "Config<Cell, T, ", kernel.large_tile, ", ",
-                 kernel.reset.empty() ? "false" : "true", ">");
+        c10::str("hopper::Large", kernel.backward ? direction : "", "Config<Cell, T, ", kernel.large_tile,
+                 ", ", kernel.reset.empty() ? "false" : "true", ">");
     return {c10::str("large/", name, ".cuh"),
             c10::str("const __grid_constant__ Large", direction, "Arguments<T> args"),
             "LargeShape::kThreads, 1", c10::str("hopper::run_large_", name, "<", config, ">(args)")};

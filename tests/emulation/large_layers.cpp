@@ -222,7 +222,8 @@ class BackwardTest {
       is_lost[i] = lost[i] == 1;
     }
     for (int64_t unit = 0; unit < p.hidden; ++unit) {
-      for (int64_t k = 0; k < G * p.hidden; ++k) weight_t[unit * G * p.hidden + k] = weight[k * p.hidden + unit];
+      for (int64_t k = 0; k < G * p.hidden; ++k)
+        weight_t[unit * G * p.hidden + k] = weight[k * p.hidden + unit];
     }
     s.steps = {p.length, p.batch, p.reverse, nullptr};
     s.hidden = p.hidden;
@@ -261,7 +262,9 @@ class BackwardTest {
       check(static_cast<float>(sum), static_cast<float>(sums[i]));
     }
   }
-  bool passes() const { return largest <= (std::is_same_v<T, __half> ? 0x1p-7 : 0x1p-4) && largest_value > .5; }
+  bool passes() const {
+    return largest <= (std::is_same_v<T, __half> ? 0x1p-7 : 0x1p-4) && largest_value > .5;
+  }
   double largest_difference() const { return largest; }
 
  private:
@@ -306,8 +309,9 @@ class BackwardTest {
       CellGradients<Cell, float> grads;
       float saved[V], mine[at_least_one(S)], of_h = h[i];
       for (int v = 0; v < V; ++v) {
-        saved[v] = static_cast<float>(v < kSavedInGates ? gates[(row * G + v) * p.hidden + unit]
-                                                        : extra[(row * E + v - kSavedInGates) * p.hidden + unit]);
+        saved[v] =
+            static_cast<float>(v < kSavedInGates ? gates[(row * G + v) * p.hidden + unit]
+                                                 : extra[(row * E + v - kSavedInGates) * p.hidden + unit]);
       }
       for (int j = 0; j < P; ++j) in.parameters[j] = static_cast<float>(parameters[j * p.hidden + unit]);
       for (int j = 0; j < K; ++j) {

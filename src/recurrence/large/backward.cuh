@@ -1,9 +1,9 @@
 // Steps of a large layer backward, for half types on Hopper: a persistent kernel as forward's (forward.cuh),
 // whose blocks exchange the gates' gradients through L2.
 //
-// The gradient of a step's h is that of the later step's gates times the weights. K is all gates of all units,
-// which a cluster of eight blocks splits: each block multiplies its part for the cluster's 128 units, and sends
-// 16 units' sums to each of the blocks, which computes the cell for these.
+// The gradient of a step's h is that of the later step's gates times the weights. K is all gates of all
+// units, which a cluster of eight blocks splits: each block multiplies its part for the cluster's 128 units,
+// and sends 16 units' sums to each of the blocks, which computes the cell for these.
 #pragma once
 
 #include "recurrence/large/kernel.cuh"
@@ -36,8 +36,8 @@ class LargeGradGates {
   int row_;
 };
 
-// Where a lane of a product's warp puts 16 bytes of each eight rows: two rows of two units. Neither these warps
-// nor the cells' have bank conflicts.
+// Where a lane of a product's warp puts 16 bytes of each eight rows: two rows of two units. Neither these
+// warps nor the cells' have bank conflicts.
 __device__ __forceinline__ int grad_slot(int two_units, int quad) {
   return (4 * two_units + quad) ^ (two_units >> 1 & 1) << 2;
 }
@@ -57,8 +57,8 @@ class LargeBackwardProducts : LargeProduct<Config> {
   __device__ __forceinline__ void run(const LargeBackwardArguments<T>& args) {
     Base::load_weights([&](int tile, int step) { return weights_at(args.s, tile, step); });
     const int block = 4 * warpgroup_ + warp_;
-    const uint32_t slot = mapa(
-        storage_.partials(place_.rank) + grad_slot(lane_ / 4, lane_ % 4) * kSlotBytes, block);
+    const uint32_t slot =
+        mapa(storage_.partials(place_.rank) + grad_slot(lane_ / 4, lane_ % 4) * kSlotBytes, block);
     const uint32_t full = mapa(storage_.partials_full(), block);
     PipelineState<Config::kStages> ring;
     uint32_t free_parity = 1;
@@ -101,13 +101,14 @@ template <class Config>
 class LargeBackwardCells : LargeUnits<Config, SequenceBackwardArguments<typename Config::T>> {
   using Arguments = SequenceBackwardArguments<typename Config::T>;
   using Base = LargeUnits<Config, Arguments>;
-  using typename Base::T, typename Base::Cell, typename Base::Vector, typename Base::Live;
-  using Base::kShape, Base::kGates, Base::kStates, Base::kSaved, Base::kSavedInGates, Base::kExtra,
-      Base::kLive, Base::kOutputs, Base::kStatesOrOne, Base::kSavedOrOne, Base::kRounds, Base::kAhead;
   using Base::args_, Base::storage_, Base::lane_, Base::partials_parity_, Base::parameters_;
   using Base::first_row, Base::row, Base::exists, Base::at, Base::state_at, Base::inputs_of, Base::copy,
       Base::keep, Base::write;
-  static constexpr int kUnits = Base::kUnits, kSums = kShape.cell.sums(), kPlanes = kSaved + kOutputs + Cell::kStepInputs;
+  using Base::kShape, Base::kGates, Base::kStates, Base::kSaved, Base::kSavedInGates, Base::kExtra,
+      Base::kLive, Base::kOutputs, Base::kStatesOrOne, Base::kSavedOrOne, Base::kRounds, Base::kAhead;
+  using typename Base::T, typename Base::Cell, typename Base::Vector, typename Base::Live;
+  static constexpr int kUnits = Base::kUnits, kSums = kShape.cell.sums(),
+                       kPlanes = kSaved + kOutputs + Cell::kStepInputs;
   static constexpr bool kSeparate = Cell::kSeparate;
   static_assert(kAhead <= kRounds);
 
@@ -329,9 +330,9 @@ class LargeBackwardCells : LargeUnits<Config, SequenceBackwardArguments<typename
                                                   int i, int unit, bool inside) {
 #pragma unroll
     for (int s = 0; s < kSums; ++s) {
-      const float x = inside ? (s < kGates ? grads.x[s < kGates ? s : 0]
-                                           : grads.parameters[s < kGates ? 0 : s - kGates])
-                             : 0;
+      const float x =
+          inside ? (s < kGates ? grads.x[s < kGates ? s : 0] : grads.parameters[s < kGates ? 0 : s - kGates])
+                 : 0;
       results.sums[s][unit] = i == 0 ? x : results.sums[s][unit] + x;
     }
   }
@@ -437,8 +438,8 @@ __device__ __forceinline__ void run_large_backward(const LargeBackwardArguments<
 }
 
 template <class Config>
-__global__ void __launch_bounds__(LargeShape::kThreads, 1)
-    recurrence_large_backward_kernel(const __grid_constant__ LargeBackwardArguments<typename Config::T> args) {
+__global__ void __launch_bounds__(LargeShape::kThreads, 1) recurrence_large_backward_kernel(
+    const __grid_constant__ LargeBackwardArguments<typename Config::T> args) {
   LLTM_HOPPER(run_large_backward<Config>(args));
 }
 

@@ -26,7 +26,9 @@ class LargeH {
   __device__ __forceinline__ LargeH(const Arguments& args, int step, int row)
       : map_(step == 0 ? &args.h0 : &args.output),
         row_(step == 0 && !args.s.h0 ? args.s.steps.batch : row),
-        plane_(step == 0 ? 0 : args.s.steps.reverse ? args.s.steps.length - step : step - 1) {}
+        plane_(step == 0              ? 0
+               : args.s.steps.reverse ? args.s.steps.length - step
+                                      : step - 1) {}
   __device__ __forceinline__ void load(unsigned char* to, int k_tile, uint64_t* full) const {
     tma_load(to, map_, k_tile * kTileK, row_, plane_, full);
   }
@@ -40,8 +42,8 @@ class LargeH {
 template <class Config>
 class LargeProducts : LargeProduct<Config> {
   using Base = LargeProduct<Config>;
-  using typename Base::T;
   using Base::kRows, Base::kTiles, Base::storage_, Base::place_, Base::warpgroup_, Base::warp_, Base::lane_;
+  using typename Base::T;
 
  public:
   using Base::Base;
@@ -107,14 +109,14 @@ template <class Config>
 class LargeCells : LargeUnits<Config, SequenceForwardArguments<typename Config::T>> {
   using Arguments = SequenceForwardArguments<typename Config::T>;
   using Base = LargeUnits<Config, Arguments>;
-  using typename Base::T, typename Base::Cell, typename Base::Vector, typename Base::Live;
-  using Base::kShape, Base::kGates, Base::kStates, Base::kSaved, Base::kSavedInGates, Base::kExtra,
-      Base::kLive, Base::kOutputs, Base::kStatesOrOne, Base::kSavedOrOne, Base::kRounds, Base::kAhead,
-      Base::kUnits, Base::kValues, Base::kInRegisters;
   using Base::args_, Base::storage_, Base::lane_, Base::row_, Base::unit_, Base::partials_parity_,
       Base::parameters_;
   using Base::first_row, Base::row, Base::exists, Base::at, Base::state_at, Base::inputs_of, Base::copy,
       Base::keep, Base::write;
+  using Base::kShape, Base::kGates, Base::kStates, Base::kSaved, Base::kSavedInGates, Base::kExtra,
+      Base::kLive, Base::kOutputs, Base::kStatesOrOne, Base::kSavedOrOne, Base::kRounds, Base::kAhead,
+      Base::kUnits, Base::kValues, Base::kInRegisters;
+  using typename Base::T, typename Base::Cell, typename Base::Vector, typename Base::Live;
   using Projection = projection_t<Cell, T>;
   static constexpr bool kOutputApart = kShape.cell.has_output_apart();
 

@@ -32,25 +32,20 @@ const void* large_kernel(int tile, std::index_sequence<kTiles...>) {
   return std::array{large_kernel<Cell, T, kBackward, kTiles>()...}.at(tile);
 }
 
-template <class Cell, typename T>
-cudaError_t launch_large_layer(const SequenceForwardArguments<T>& s, const LargeGrid& grid, void* arrivals,
-                               cudaStream_t stream) {
-  constexpr std::make_index_sequence<std::size(kLargeTiles)> kTiles;
-  return run_large_layer(large_kernel<Cell, T, false>(grid.tile, kTiles), kCellShape<Cell>, s, grid, arrivals,
-                         stream);
-}
-template <class Cell, typename T>
-cudaError_t launch_large_layer(const SequenceBackwardArguments<T>& s, const LargeGrid& grid, void* arrivals,
-                               cudaStream_t stream) {
-  constexpr std::make_index_sequence<std::size(kLargeBackwardTiles)> kTiles;
-  return run_large_layer(large_kernel<Cell, T, true>(grid.tile, kTiles), kCellShape<Cell>, s, grid, arrivals,
-                         stream);
+template <class Cell, template <typename> class Arguments, typename T>
+cudaError_t launch_large_layers(const PerDirection<Arguments<T>>& sequences, const LargeGrid& grid,
+                                void* arrivals, cudaStream_t stream) {
+  constexpr bool kBackward = std::is_same_v<Arguments<T>, SequenceBackwardArguments<T>>;
+  constexpr std::make_index_sequence<kBackward ? std::size(kLargeBackwardTiles) : std::size(kLargeTiles)>
+      kTiles;
+  return run_large_layers(large_kernel<Cell, T, kBackward>(grid.tile, kTiles), kCellShape<Cell>, sequences,
+                          grid, arrivals, stream);
 }
 
 }  // namespace lltm_ext
 
-#define INSTANTIATE_LARGE_LAYER(Cell, T)                                                          \
-  template cudaError_t lltm_ext::launch_large_layer<Cell, T>(const SequenceForwardArguments<T>&,  \
-                                                             const LargeGrid&, void*, cudaStream_t); \
-  template cudaError_t lltm_ext::launch_large_layer<Cell, T>(const SequenceBackwardArguments<T>&, \
-                                                             const LargeGrid&, void*, cudaStream_t);
+#define INSTANTIATE_LARGE_LAYER(Cell, T)                                                                     \
+  template cudaError_t lltm_ext::launch_large_layers<Cell>(const PerDirection<SequenceForwardArguments<T>>&, \
+                                                           const LargeGrid&, void*, cudaStream_t);           \
+  template cudaError_t lltm_ext::launch_large_layers<Cell>(                                                  \
+      const PerDirection<SequenceBackwardArguments<T>>&, const LargeGrid&, void*, cudaStream_t);

@@ -77,4 +77,18 @@ cudaError_t run_large_layer(const void* kernel, const CellShape& cell, const Seq
   return launch_large_groups(kernel, shape, args, grid, stream);
 }
 
+// Those of a layer's directions, one after the other: each needs most of the multiprocessors. They may share
+// `arrivals`.
+template <class Arguments>
+cudaError_t run_large_layers(const void* kernel, const CellShape& cell,
+                             const PerDirection<Arguments>& sequences, const LargeGrid& grid, void* arrivals,
+                             cudaStream_t stream) {
+  for (int i = 0; i < sequences.count; ++i) {
+    const cudaError_t error = run_large_layer(kernel, cell, sequences.of[i], grid, arrivals, stream);
+    // Another algorithm can't run after the first direction, as after a part of its groups.
+    if (error != cudaSuccess) return i > 0 ? cudaErrorLaunchFailure : error;
+  }
+  return cudaSuccess;
+}
+
 }  // namespace lltm_ext

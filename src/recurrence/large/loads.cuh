@@ -7,8 +7,8 @@
 namespace lltm_ext {
 namespace hopper {
 
-// Source is what products read (LargeH, LargeGradGates): how many steps have products, which units a tile of K
-// is of, how many steps these must have stored, and a load of the tile.
+// Source is what products read (LargeH, LargeGradGates): how many steps have products, which units a tile of
+// K is of, how many steps these must have stored, and a load of the tile.
 template <class Config, class Source>
 class LargeLoads {
   using Arguments = typename Source::Arguments;

@@ -121,8 +121,8 @@ class LargeProduct {
   }
 
   // Sends the sums to another block's cells: at each eight rows of the batch, 16 bytes of a lane.
-  __device__ __forceinline__ static void send(const float (&d)[kRows / 2], uint32_t slot, int eight_rows_bytes,
-                                              uint32_t full) {
+  __device__ __forceinline__ static void send(const float (&d)[kRows / 2], uint32_t slot,
+                                              int eight_rows_bytes, uint32_t full) {
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) {
       const uint4 x = make_uint4(__float_as_uint(d[4 * j]), __float_as_uint(d[4 * j + 1]),

@@ -26,8 +26,10 @@ struct LargeTile {
 // Tiles of 32 rows have a shorter way from the product to the next step, those of 64 rows read weights from
 // shared memory half as often. The order of several rounds hides that way behind the products of others.
 constexpr LargeTile kLargeTiles[] = {
-    {32, 2, 8, 4, 2, 2, 176, 120, 40}, {32, 4, 8, 4, 2, 4, 176, 120, 40},  {64, 8, 8, 2, 2, 2, 192, 104, 24},
-    {64, 4, 8, 2, 2, 2, 192, 104, 24}, {32, 2, 12, 3, 2, 2, 184, 104, 40}, {64, 2, 16, 1, 2, 1, 192, 104, 24},
+    {32, 2, 8, 4, 2, 2, 176, 120, 40},  {32, 4, 8, 4, 2, 4, 176, 120, 40},
+    {64, 8, 8, 2, 2, 2, 192, 104, 24},  {64, 4, 8, 2, 2, 2, 192, 104, 24},
+    {32, 2, 12, 3, 2, 2, 184, 104, 40}, {64, 2, 16, 1, 2, 1, 192, 104, 24},
+    {32, 4, 12, 3, 2, 4, 184, 104, 40}, {64, 4, 12, 2, 2, 2, 192, 104, 24},
 };
 
 // Backward, K is as long as the number of gates says.
@@ -133,17 +135,20 @@ struct LargeShape {
            (1 + cell.live_states()) * values_of_thread();
   }
 
-  // ---- a step's clocks, by a model that the planner compares tiles with: the way from a product to the next
-  // step's, or the reads of h, of which L2 has 17 bytes a clock for each block, or more for the fewer blocks
-  // backward. The products of 16 of K by one warpgroup take half a clock a row, and 32 more if the weights are
-  // in shared memory.
+  // ---- a step's clocks, by a model that the planner compares tiles with: all rounds' products or cells, or
+  // one round's and the way to the next step, or the reads of h, of which L2 has 17 bytes a clock for each
+  // block. The products of 16 of K by one warpgroup take half a clock a row, and 32 more if the weights are
+  // in shared memory. Cells take 60 clocks a row. Backward, fewer blocks share L2, and the numbers are
+  // estimates.
   constexpr int round_clocks() const {
-    const int products = 4 * (tile.k_tiles * tile.rows / 2 + 32 * shared_tiles());
-    return 2 * products + 200;
+    const int products = 8 * (tile.k_tiles * tile.rows / 2 + 32 * shared_tiles()) + 200;
+    const int cells = (backward ? 30 : 60) * tile.rows;
+    return products > cells ? products : cells;
   }
-  constexpr int step_clocks() const {
-    const int way_between = backward ? 5800 : 5200, bytes_a_clock = backward ? 28 : 17;
-    const int reads = tile.group_rows() * tile.k_tiles * hopper::kSwizzleBytes / bytes_a_clock;
+  constexpr int64_t step_clocks(int64_t hidden) const {
+    const int way_between = backward ? 5200 : 4500, bytes_a_clock = backward ? 28 : 17;
+    const int64_t parts = backward ? cluster_blocks() : 2, values = backward ? cell.gates * hidden : hidden;
+    const int64_t reads = tile.group_rows() * 2 * values / parts / bytes_a_clock;
     const int busy = tile.rounds * round_clocks(), way = round_clocks() + way_between;
     const int least = busy > way ? busy : way;
     return least > reads ? least : reads;

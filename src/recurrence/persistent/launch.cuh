@@ -72,7 +72,7 @@ template <class Cell, typename T>
 cudaError_t launch_sequence_forward(const PerDirection<SequenceForwardArguments<T>>& sequences,
                                     const Plan& plan, void* links, cudaStream_t stream) {
   if constexpr (kHasFusedSteps<T>) {
-    if (plan.large.tile >= 0) return launch_large_layer<Cell>(sequences.of[0], plan.large, links, stream);
+    if (plan.large.tile >= 0) return launch_large_layers<Cell>(sequences, plan.large, links, stream);
   }
   return launch_sequence<Cell, T>(kForwardKernels<Cell, T>, sequences, plan, stream);
 }
@@ -80,7 +80,7 @@ template <class Cell, typename T>
 cudaError_t launch_sequence_backward(const PerDirection<SequenceBackwardArguments<T>>& sequences,
                                      const Plan& plan, void* links, cudaStream_t stream) {
   if constexpr (kHasFusedSteps<T>) {
-    if (plan.large.tile >= 0) return launch_large_layer<Cell>(sequences.of[0], plan.large, links, stream);
+    if (plan.large.tile >= 0) return launch_large_layers<Cell>(sequences, plan.large, links, stream);
   }
   return launch_sequence<Cell, T>(kBackwardKernels<Cell, T>, sequences, plan, stream);
 }

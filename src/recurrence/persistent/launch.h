@@ -113,13 +113,10 @@ template <class Cell, typename T>
 cudaError_t launch_fused_steps(const SequenceBackwardArguments<T>& sequence, const FusedStepTile& tile,
                                cudaStream_t stream);
 
-// Launches a large layer (large/forward.cuh, large/backward.cuh).
-template <class Cell, typename T>
-cudaError_t launch_large_layer(const SequenceForwardArguments<T>& sequence, const LargeGrid& grid,
-                               void* arrivals, cudaStream_t stream);
-template <class Cell, typename T>
-cudaError_t launch_large_layer(const SequenceBackwardArguments<T>& sequence, const LargeGrid& grid,
-                               void* arrivals, cudaStream_t stream);
+// Launches large layers (large/forward.cuh, large/backward.cuh).
+template <class Cell, template <typename> class Arguments, typename T>
+cudaError_t launch_large_layers(const PerDirection<Arguments<T>>& sequences, const LargeGrid& grid,
+                                void* arrivals, cudaStream_t stream);
 
 // Launches the fused steps of few rows (stepwise/small_batch.cuh).
 template <class Cell>

@@ -44,10 +44,6 @@ inline uint4 ld_once_if(const void* address, bool inside) {
   return inside ? *static_cast<const uint4*>(address) : uint4{};
 }
 
-template <int kWords>
-void ld_once_words_if(uint32_t (&x)[kWords], const void* from, bool inside) {
-  if (inside) std::memcpy(x, from, sizeof(x));
-}
 template <typename T>
 void keep_in_register(T&) {}
 
