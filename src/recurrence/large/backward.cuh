@@ -103,7 +103,7 @@ class LargeBackwardCells : LargeUnits<Config, SequenceBackwardArguments<typename
   using Base = LargeUnits<Config, Arguments>;
   using Base::args_, Base::storage_, Base::lane_, Base::partials_parity_, Base::parameters_;
   using Base::first_row, Base::row, Base::exists, Base::at, Base::state_at, Base::inputs_of, Base::copy,
-      Base::keep, Base::write;
+      Base::keep;
   using Base::kShape, Base::kGates, Base::kStates, Base::kSaved, Base::kSavedInGates, Base::kExtra,
       Base::kLive, Base::kOutputs, Base::kStatesOrOne, Base::kSavedOrOne, Base::kRounds, Base::kAhead;
   using typename Base::T, typename Base::Cell, typename Base::Vector, typename Base::Live;
@@ -339,6 +339,12 @@ class LargeBackwardCells : LargeUnits<Config, SequenceBackwardArguments<typename
 
   // ---- what the cell writes
 
+  // All units at once. The copy of a vector would be a store of each pair.
+  __device__ __forceinline__ static void write(T* to, const Vector& x) {
+    using Word = typename Conditional<kUnits == 4, uint2, unsigned>::type;
+    static_assert(sizeof(Word) == sizeof(Vector));
+    *reinterpret_cast<Word*>(to) = *reinterpret_cast<const Word*>(&x);
+  }
   __device__ __forceinline__ int64_t chunk_row(int turn, int round) const {
     return first_row(step_of(turn)) - args_.first_row + row(round, 0);
   }
