@@ -492,7 +492,8 @@ def test_every_kind_of_kernel_compiles(name, architecture, backward):
 @pytest.mark.parametrize("name", ["peephole_lstm", "gru"])
 def test_the_kernels_of_large_layers_compile(name, reset):
     for tile in (1, 2, 5, 6, 7, 8):
-        binary(CELLS[name].program, torch.bfloat16, False, reset=reset, large_tile=tile)
+        for backward in (False, True):
+            binary(CELLS[name].program, torch.bfloat16, backward, reset=reset, large_tile=tile)
 
 
 @every_text

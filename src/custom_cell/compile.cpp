@@ -55,7 +55,10 @@ LLTM_EMBED(large_arguments_h, "recurrence/large/arguments.h");
 LLTM_EMBED(large_block_cuh, "recurrence/large/block.cuh");
 LLTM_EMBED(large_loads_cuh, "recurrence/large/loads.cuh");
 LLTM_EMBED(large_products_cuh, "recurrence/large/products.cuh");
+LLTM_EMBED(large_cells_cuh, "recurrence/large/cells.cuh");
+LLTM_EMBED(large_kernel_cuh, "recurrence/large/kernel.cuh");
 LLTM_EMBED(large_forward_cuh, "recurrence/large/forward.cuh");
+LLTM_EMBED(large_backward_cuh, "recurrence/large/backward.cuh");
 #endif
 
 namespace lltm_ext {
@@ -111,7 +114,10 @@ const std::vector<Header> kHeaders = {
     large_block_cuh,
     large_loads_cuh,
     large_products_cuh,
+    large_cells_cuh,
+    large_kernel_cuh,
     large_forward_cuh,
+    large_backward_cuh,
     small_batch_shape_h,
     small_batch_cuh,
     reduce_cuh,

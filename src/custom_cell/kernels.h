@@ -89,7 +89,7 @@ class CellOp {
     constexpr bool kBackward = std::is_same_v<Arguments<T>, SequenceBackwardArguments<T>>;
     if (compiled_) {
       if constexpr (kBackward) {
-        return launchers<T>().backward(sequences, plan, stream);
+        return launchers<T>().backward(sequences, plan, links, stream);
       } else {
         return launchers<T>().forward(sequences, plan, links, stream);
       }
@@ -116,10 +116,8 @@ class CellOp {
       if (sequences.of[0].reset) which.reset = sequences.of[0].reset_is_bool ? "bool" : "float";
       which.large_tile = plan.large.tile;
       const cudaKernel_t kernel = load(which);
-      if constexpr (!kBackward) {
-        if (plan.large.tile >= 0) {
-          return run_large_layers(kernel, shape(), sequences, plan.large, links, stream);
-        }
+      if (plan.large.tile >= 0) {
+        return run_large_layers(kernel, shape(), sequences, plan.large, links, stream);
       }
       if (tile.rows > 0) return run_fused_steps(kernel, shape().gates, sequences.of[0], tile, stream);
       return launch_persistent(kernel, shape(), sequences, plan, stream, links);

@@ -46,10 +46,13 @@ KernelText text_of(const CellKernel& kernel, const CellShape& shape, bool ends_i
             c10::str(body, "::kThreads, ", body, "::kBlocks"), c10::str(body, "::run(args, step)")};
   }
   if (kernel.is_large()) {
-    const std::string config = c10::str("hopper::LargeConfig<Cell, T, ", kernel.large_tile, ", ",
-                                        kernel.reset.empty() ? "false" : "true", ">");
-    return {"large/forward.cuh", "const __grid_constant__ LargeForwardArguments<T> args",
-            "LargeShape::kThreads, 1", c10::str("hopper::run_large_forward<", config, ">(args)")};
+    const char* const name = kernel.backward ? "backward" : "forward";
+    const std::string config =
+        c10::str("hopper::Large", kernel.backward ? direction : "", "Config<Cell, T, ", kernel.large_tile,
+                 ", ", kernel.reset.empty() ? "false" : "true", ">");
+    return {c10::str("large/", name, ".cuh"),
+            c10::str("const __grid_constant__ Large", direction, "Arguments<T> args"),
+            "LargeShape::kThreads, 1", c10::str("hopper::run_large_", name, "<", config, ">(args)")};
   }
   if (kernel.is_small_batch()) {
     return {"stepwise/small_batch.cuh",

@@ -39,7 +39,7 @@ struct CellKernel {
   int block_threads = 0;  // of independent units (IndependentUnits::kBlockThreads)
   int stage = 0;          // of a pointwise step: those that end in products, and the one after them
   int heads = 1;          // of a persistent kernel
-  int large_tile = -1;    // a large layer's, in kLargeTiles
+  int large_tile = -1;    // a large layer's, in kLargeTiles or kLargeBackwardTiles
   bool narrow = false;    // whether it reads projections of half types that other kernels have in float32
 
   bool is_persistent() const { return variant >= 0; }

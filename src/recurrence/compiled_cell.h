@@ -37,7 +37,8 @@ struct CudaLaunchers {
   cudaError_t (*plan)(const Problem&, Algorithm, Plan&);
   cudaError_t (*forward)(const PerDirection<SequenceForwardArguments<T>>&, const Plan&, void* links,
                          cudaStream_t);
-  cudaError_t (*backward)(const PerDirection<SequenceBackwardArguments<T>>&, const Plan&, cudaStream_t);
+  cudaError_t (*backward)(const PerDirection<SequenceBackwardArguments<T>>&, const Plan&, void* links,
+                          cudaStream_t);
   cudaError_t (*single_step)(const SingleStepArguments<T>&, cudaStream_t);
 };
 #endif

@@ -245,25 +245,29 @@ inline UnitTiles unit_tiles(const Problem& p, const DeviceInfo& device) {
   return tiles;
 }
 
-// A large layer's kernel, forward, where it is faster than fused steps. Groups that are not resident at the
-// same time have launches one after the other.
+inline LargeShape large_shape(const Problem& p, int tile) {
+  return {p.cell, p.backward ? kLargeBackwardTiles[tile] : kLargeTiles[tile], p.backward};
+}
+
+// A large layer's kernel, where it is faster than fused steps. Groups that are not resident at the same time
+// have launches one after the other.
 inline LargeGrid large_grid(const Problem& p, const DeviceInfo& device) {
   constexpr int64_t kLeastHidden = 512, kLeastUnits = 64 * 1024;
-  // Of fused steps, as measured on an H200.
-  constexpr int64_t kLeastFusedClocks = 15'000, kFusedProductsAClock = 97'000;
   const bool is_alone = p.heads == 1 && !p.side_by_side;  // two directions run one after the other
-  if (!device.has_sm90a || p.element_size != 2 || !p.dense || p.backward || !is_alone) return {};
+  if (!device.has_sm90a || p.element_size != 2 || !p.dense || !is_alone) return {};
   if (p.cell.gates < 3 || p.hidden < kLeastHidden || p.hidden % 8 != 0) return {};
   if (p.batch * p.hidden < kLeastUnits || p.steps == 1) return {};
   LargeGrid best;
+  // Of a fused step, as measured on an H200.
   const int64_t products = p.batch * p.hidden * p.hidden * p.cell.gates;
-  int64_t best_clocks = std::max(kLeastFusedClocks, products / kFusedProductsAClock);
-  for (int i = 0; i < static_cast<int>(std::size(kLargeTiles)); ++i) {
-    const LargeShape shape = {p.cell, kLargeTiles[i]};
-    if (!shape.exists() || p.hidden > shape.tile.most_hidden()) continue;
+  int64_t best_clocks = p.backward ? 12'500 + products / 100'000 : 9'500 + products / 115'000;
+  const int tiles = static_cast<int>(p.backward ? std::size(kLargeBackwardTiles) : std::size(kLargeTiles));
+  for (int i = 0; i < tiles; ++i) {
+    const LargeShape shape = large_shape(p, i);
+    if (!shape.exists() || p.hidden > shape.most_hidden()) continue;
     if (shape.shared_bytes() > device.shared_bytes) continue;
-    const int pairs = LargeShape::group_pairs(p.hidden);
-    const int resident = device.cluster_multiprocessors[2] / (2 * pairs);
+    const int pairs = shape.group_pairs(p.hidden);
+    const int resident = device.cluster_multiprocessors[shape.cluster_blocks()] / (2 * pairs);
     if (resident == 0) continue;
     const int groups = static_cast<int>(ceil_div(p.batch, shape.tile.group_rows()));
     const int64_t clocks = int64_t{ceil_div(groups, resident)} * shape.step_clocks(p.hidden);
@@ -305,11 +309,11 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
   const bool takes_grid = requested == Algorithm::kAuto || requested == Algorithm::kGrid;
   const LargeGrid large = takes_grid ? plan_detail::large_grid(problem, device) : LargeGrid();
   if (large.tile >= 0) {
-    const LargeTile& tile = kLargeTiles[large.tile];
-    plan = {Algorithm::kGrid, -1, {2 * large.group_pairs, large.groups, tile.group_rows()}};
+    const LargeShape shape = plan_detail::large_shape(problem, large.tile);
+    plan = {Algorithm::kGrid, -1, {2 * large.group_pairs, large.groups, shape.tile.group_rows()}};
     plan.most_groups = large.groups > large.most_groups ? large.most_groups : 0;
     plan.large = large;
-    plan.arrival_bytes = LargeShape{problem.cell, tile}.arrival_bytes(large);
+    plan.arrival_bytes = shape.arrival_bytes(large);
     return plan;
   }
   // An algorithm requested by name takes the variant that kAuto would take of it, if there is one.

@@ -1,7 +1,8 @@
-// The kernel of large layers forward, on the CPU: all results of a sequence and what it saves for backward
-// are compared with a loop over the steps.
+// The kernels of large layers on the CPU: all results of a sequence, what it saves for backward, and its
+// gradients are compared with loops over the steps.
 #include "cuda_on_cpu.h"
 #include "lstm/lstm_cell.h"
+#include "recurrence/large/backward.cuh"
 #include "recurrence/large/forward.cuh"
 
 using namespace lltm_ext;
@@ -10,16 +11,28 @@ namespace {
 
 // All that a cell of the contract can read: products apart, h, parameters and step inputs.
 struct GruOfAll : CellDefaults {
-  static constexpr int kGates = 3, kStates = 1, kSaved = 4, kParameters = 2, kStepInputs = 1;
+  static constexpr int kGates = 3, kStates = 1, kSaved = 6, kParameters = 2, kStepInputs = 1;
   static constexpr bool kSeparate = true, kReadsH = true;
 
   template <typename Math, typename A>
   static A forward(const CellInputs<GruOfAll, A>& in, A (&states)[1], A (&saved)[kSaved]) {
     const A r = Math::sigmoid(in.x[0] + in.r[0]), z = Math::sigmoid(in.x[1] + in.r[1] + in.parameters[0]);
     const A n = Math::tanh(in.x[2] + r * in.r[2] + in.parameters[1] * states[0]);
-    saved[0] = r, saved[1] = z, saved[2] = n, saved[3] = states[0];
+    saved[0] = r, saved[1] = z, saved[2] = n, saved[3] = states[0], saved[4] = in.r[2], saved[5] = in.h;
     states[0] = A(.5) * states[0] + n * in.steps[0];
     return z * in.h + (A(1) - z) * n;
+  }
+  template <typename Math, typename A>
+  static void backward(const A (&saved)[kSaved], const CellInputs<GruOfAll, A>& in, A grad_h,
+                       A (&grad_states)[1], CellGradients<GruOfAll, A>& grads) {
+    const A r = saved[0], z = saved[1], n = saved[2], state = saved[3], product = saved[4], h = saved[5];
+    const A of_n = (grad_h * (A(1) - z) + grad_states[0] * in.steps[0]) * (A(1) - n * n);
+    const A of_z = grad_h * (h - n) * z * (A(1) - z), of_r = of_n * product * r * (A(1) - r);
+    grads.x[0] = of_r, grads.x[1] = of_z, grads.x[2] = of_n;
+    grads.r[0] = of_r, grads.r[1] = of_z, grads.r[2] = of_n * r;
+    grads.parameters[0] = of_z, grads.parameters[1] = of_n * state;
+    grads.h = grad_h * z;
+    grad_states[0] = A(.5) * grad_states[0] + of_n * in.parameters[1];
   }
 };
 
@@ -33,6 +46,12 @@ struct WideRnn : CellDefaults {
     saved[0] = states[0], saved[1] = Math::tanh(in.x[0]);
     states[0] = A(.5) * states[0] + saved[1];
     return saved[1];
+  }
+  template <typename Math, typename A>
+  static void backward(const A (&saved)[kSaved], const CellInputs<WideRnn, A>&, A grad_h, A (&grad_states)[1],
+                       CellGradients<WideRnn, A>& grads) {
+    grads.x[0] = (grad_h + grad_states[0]) * (A(1) - saved[1] * saved[1]);
+    grad_states[0] *= A(.5);
   }
 };
 
@@ -91,7 +110,7 @@ class Test {
 
   // Two launches, if there are several groups.
   void run() {
-    LargeGrid grid = {kTile, LargeShape::group_pairs(p.hidden)};
+    LargeGrid grid = {kTile, kShape.group_pairs(p.hidden)};
     grid.groups = static_cast<int>(ceil_div(p.batch, kShape.tile.group_rows()));
     std::vector<unsigned> arrivals(kShape.arrival_bytes(grid) / sizeof(unsigned));
     LargeForwardArguments<T> args = {s, {}, {}, arrivals.data(), grid.group_pairs, 0};
@@ -185,15 +204,181 @@ class Test {
   double largest = 0;
 };
 
+// The steps run in two chunks, the last ones first.
+template <class Cell, typename T, int kTile, Reset kReset>
+class BackwardTest {
+  using Config = hopper::LargeBackwardConfig<Cell, T, kTile, kReset != Reset::kNone>;
+  static constexpr LargeShape kShape = Config::kShape;
+  static constexpr int G = Cell::kGates, S = Cell::kStates, P = Cell::kParameters, K = Cell::kStepInputs,
+                       V = Cell::kSaved, E = kShape.cell.extra(), kSums = G + P,
+                       kSavedInGates = kShape.cell.saved_in_gates();
+
+ public:
+  explicit BackwardTest(const Problem& problem) : p(problem) {
+    for (int64_t i = 0; i < rows; ++i) {
+      const float x = random(1);
+      if (kReset == Reset::kBool) lost[i] = x > .5f;
+      if (kReset == Reset::kShare) lost[i] = x > .6f ? 1 : x > .2f ? .25f : 0;
+      is_lost[i] = lost[i] == 1;
+    }
+    for (int64_t unit = 0; unit < p.hidden; ++unit) {
+      for (int64_t k = 0; k < G * p.hidden; ++k)
+        weight_t[unit * G * p.hidden + k] = weight[k * p.hidden + unit];
+    }
+    s.steps = {p.length, p.batch, p.reverse, nullptr};
+    s.hidden = p.hidden;
+    s.reset_is_bool = kReset == Reset::kBool;
+    s.weight_t = weight_t.data(), s.parameters = parameters.data(), s.step_inputs = step_inputs.data();
+    if (kReset == Reset::kBool) s.reset = is_lost.data();
+    if (kReset == Reset::kShare) s.reset = lost.data();
+    s.gates = gates.data(), s.extra = extra.data();
+    if (!p.narrow_states) s.grad_output = grad_output.data();
+    s.grad_h = grad_h.data(), s.grad_own_h = grad_own_h.data(), s.grad_states = grad_states.data();
+    s.grad_sums = grad_sums.data();
+  }
+
+  void run() {
+    std::vector<float> h(state), own_h = grad_own_h, states = grad_states;
+    for (int64_t i = 0; i < state; ++i) h[i] = static_cast<float>(grad_h[i]);
+    if (p.from_zeros) {
+      for (std::vector<float>* x : {&h, &own_h, &states}) std::fill(x->begin(), x->end(), 0.f);
+      // The kernel does not read them.
+      std::fill(grad_own_h.begin(), grad_own_h.end(), NAN);
+      std::fill(grad_states.begin(), grad_states.end(), NAN);
+      std::fill(grad_h.begin(), grad_h.end(), T(NAN));
+    }
+    const int middle = p.length / 2;
+    run_steps(middle, p.length, p.from_zeros);
+    if (middle > 0) run_steps(0, middle, /*from_zeros=*/false);
+    for (int k = p.length - 1; k >= 0; --k) step(k, h, own_h, states);
+    for (int64_t i = 0; i < state; ++i) {
+      check(grad_h[i], h[i]);
+      if (Cell::kReadsH) check(grad_own_h[i], own_h[i]);
+    }
+    for (int64_t i = 0; i < S * state; ++i) check(grad_states[i], states[i]);
+    for (int64_t i = 0; i < kSums * p.hidden; ++i) {
+      double sum = 0;
+      for (int b = 0; b < p.batch; ++b) sum += grad_sums[b * kSums * p.hidden + i];
+      check(static_cast<float>(sum), static_cast<float>(sums[i]));
+    }
+  }
+  bool passes() const {
+    return largest <= (std::is_same_v<T, __half> ? 0x1p-7 : 0x1p-4) && largest_value > .5;
+  }
+  double largest_difference() const { return largest; }
+
+ private:
+  // Two launches, if there are several groups.
+  void run_steps(int begin, int end, bool from_zeros) {
+    s.begin = begin, s.end = end, s.from_zeros = from_zeros;
+    s.first_row = std::min(s.steps.at(begin).first, s.steps.at(end - 1).first);
+    s.rows = int64_t{end - begin} * p.batch;
+    s.grad_gates = grad_gates.data() + s.first_row * G * p.hidden;
+    s.grad_projections = grad_projections.data() + s.first_row * G * p.hidden;
+    LargeGrid grid = {kTile, kShape.group_pairs(p.hidden)};
+    grid.groups = static_cast<int>(ceil_div(p.batch, kShape.tile.group_rows()));
+    std::vector<unsigned> arrivals(kShape.arrival_bytes(grid) / sizeof(unsigned));
+    LargeBackwardArguments<T> args = {s, {}, arrivals.data(), grid.group_pairs, 0};
+    const auto* const data = reinterpret_cast<const uint16_t*>(s.grad_gates);
+    args.grad_gates = {data, p.hidden, s.rows, G, int64_t{G} * p.hidden, p.hidden, kShape.tile.rows};
+    const int first_groups = (grid.groups + 1) / 2;
+    for (const int groups : {first_groups, grid.groups - first_groups}) {
+      if (groups == 0) break;
+      cuda_on_cpu::run({2 * grid.group_pairs * groups, LargeShape::kThreads, kShape.cluster_blocks(),
+                        static_cast<size_t>(kShape.shared_bytes())},
+                       [&] { hopper::run_large_backward<Config>(args); });
+      args.first_group += groups;
+    }
+  }
+  template <typename X>
+  void check(X found, float expected) {
+    const double difference = std::abs(static_cast<double>(static_cast<float>(found)) - expected);
+    // The sums, and the gradients of many steps, are larger than 1.
+    const double relative = difference / std::max(1.f, std::abs(expected));
+    if (!(relative <= largest)) largest = relative == relative ? relative : INFINITY;
+    largest_value = std::max<double>(largest_value, std::abs(expected));
+  }
+
+  void step(int k, std::vector<float>& h, std::vector<float>& own_h, std::vector<float>& states) {
+    const int64_t first = s.steps.at(k).first;
+    std::vector<float> gradients(state * G);
+    for (int64_t i = 0; i < state; ++i) {
+      const int64_t b = i / p.hidden, unit = i % p.hidden, row = first + b;
+      const float kept = 1 - lost[row];
+      CellInputs<Cell, float> in;
+      CellGradients<Cell, float> grads;
+      float saved[V], mine[at_least_one(S)], of_h = h[i];
+      for (int v = 0; v < V; ++v) {
+        saved[v] =
+            static_cast<float>(v < kSavedInGates ? gates[(row * G + v) * p.hidden + unit]
+                                                 : extra[(row * E + v - kSavedInGates) * p.hidden + unit]);
+      }
+      for (int j = 0; j < P; ++j) in.parameters[j] = static_cast<float>(parameters[j * p.hidden + unit]);
+      for (int j = 0; j < K; ++j) {
+        in.steps[j] = static_cast<float>(step_inputs[(row * K + j) * p.hidden + unit]);
+      }
+      for (int j = 0; j < S; ++j) mine[j] = states[j * state + i];
+      if (s.grad_output) {
+        gradient_of_output<Cell>(of_h, mine, 0) += static_cast<float>(grad_output[row * p.hidden + unit]);
+      }
+      if (Cell::kReadsH) of_h += own_h[i];
+      Cell::template backward<ExactMath>(saved, in, of_h, mine, grads);
+      for (int j = 0; j < S; ++j) states[j * state + i] = kept * mine[j];
+      own_h[i] = kept * grads.h;
+      for (int g = 0; g < G; ++g) {
+        const int64_t at = (row * G + g) * p.hidden + unit;
+        check(grad_gates[at], grads.product(g));
+        if (Cell::kSeparate) check(grad_projections[at], grads.x[g]);
+        gradients[(b * G + g) * p.hidden + unit] = static_cast<float>(T(grads.product(g)));
+        sums[g * p.hidden + unit] += grads.x[g];
+      }
+      for (int j = 0; j < P; ++j) sums[(G + j) * p.hidden + unit] += grads.parameters[j];
+    }
+    for (int64_t i = 0; i < state; ++i) {
+      const int64_t b = i / p.hidden, unit = i % p.hidden;
+      double product = 0;
+      for (int64_t j = 0; j < G * p.hidden; ++j) {
+        product += static_cast<double>(gradients[b * G * p.hidden + j]) *
+                   static_cast<float>(weight_t[unit * G * p.hidden + j]);
+      }
+      h[i] = static_cast<float>((1 - lost[first + b]) * product);
+    }
+  }
+
+  const Problem p;
+  const int64_t rows = int64_t{p.length} * p.batch, state = int64_t{p.batch} * p.hidden;
+  const std::vector<T> weight = randoms<T>(int64_t{G} * p.hidden * p.hidden, 1.7f / std::sqrt(p.hidden)),
+                       parameters = randoms<T>(P * p.hidden), step_inputs = randoms<T>(rows * K * p.hidden),
+                       gates = randoms<T>(rows * G * p.hidden), extra = randoms<T>(rows * E * p.hidden),
+                       grad_output = randoms<T>(rows * p.hidden);
+  std::vector<T> weight_t = weight, grad_h = randoms<T>(state);
+  std::vector<float> grad_own_h = randoms<float>(state), grad_states = randoms<float>(S * state),
+                     grad_sums = std::vector<float>(kSums * state), lost = std::vector<float>(rows);
+  std::vector<double> sums = std::vector<double>(kSums * p.hidden);
+  std::vector<char> is_lost = std::vector<char>(rows);
+  // What the kernel does not write is NaN.
+  std::vector<T> grad_gates = randoms<T>(rows * G * p.hidden, NAN), grad_projections = grad_gates;
+  SequenceBackwardArguments<T> s = {};
+  double largest = 0, largest_value = 0;
+};
+
 int failed = 0;
+void report(const char* name, int tile, double difference, bool passes) {
+  std::printf("%s, tile %d: differs by %.2g%s\n", name, tile, difference, passes ? "" : ", FAILED");
+  failed += !passes;
+}
 template <class Cell, typename T, int kTile, Reset kReset>
 void test(const char* name, const Problem& problem) {
   Test<Cell, T, kTile, kReset> test(problem);
   test.run();
   const bool passes = test.passes();
-  std::printf("%s, tile %d: differs by %.2g%s\n", name, kTile, test.largest_difference(),
-              passes ? "" : ", FAILED");
-  failed += !passes;
+  report(name, kTile, test.largest_difference(), passes);
+}
+template <class Cell, typename T, int kTile, Reset kReset>
+void test_backward(const char* name, const Problem& problem) {
+  BackwardTest<Cell, T, kTile, kReset> test(problem);
+  test.run();
+  report(name, kTile, test.largest_difference(), test.passes());
 }
 
 }  // namespace
@@ -209,5 +394,16 @@ int main() {
   test<GruOfAll, __half, 1, Reset::kShare>("gru", {70, 128, 3, false, false, true});
   test<GruOfAll, __half, 5, Reset::kBool>("gru", {70, 64, 3, true, false, false});
   test<WideRnn, __half, 1, Reset::kNone>("rnn", {70, 64, 1, false, false, false});
+
+  // The same, but without gradients of the output in place of states of T.
+  test_backward<LstmCell, __half, 6, Reset::kNone>("lstm backward", {70, 72, 4, true, true, false});
+  test_backward<LstmCell, __half, 1, Reset::kNone>("lstm backward", {70, 128, 3, false, false, true});
+  test_backward<LstmCell, __half, 2, Reset::kShare>("lstm backward", {70, 64, 4, true, false, false});
+  test_backward<LstmCell, __nv_bfloat16, 5, Reset::kBool>("lstm backward", {150, 64, 3, false, false, false});
+  test_backward<LstmCell, __half, 7, Reset::kNone>("lstm backward", {34, 136, 3, false, false, false});
+  test_backward<LstmCell, __half, 8, Reset::kNone>("lstm backward", {70, 64, 2, false, false, false});
+  test_backward<GruOfAll, __half, 3, Reset::kShare>("gru backward", {70, 128, 3, false, false, false});
+  test_backward<GruOfAll, __half, 4, Reset::kBool>("gru backward", {70, 64, 3, true, false, false});
+  test_backward<WideRnn, __half, 5, Reset::kNone>("rnn backward", {70, 64, 1, false, false, false});
   return failed;
 }

@@ -1,4 +1,4 @@
-// The arguments of a large layer's kernel. For host and device; for the alignment see fused_arguments.h.
+// The arguments of a large layer's kernels. For host and device; for the alignment see fused_arguments.h.
 #pragma once
 
 #include "common/hopper/tensor_map.h"
@@ -12,6 +12,14 @@ struct LargeForwardArguments {
   alignas(128) CUtensorMap h0, output;  // h0 is a copy of `output` if the sequence starts from zeros
   unsigned* arrivals;                   // zeros, LargeShape::arrival_bytes()
   int group_pairs, first_group;         // the first group of this launch
+};
+
+template <typename T>
+struct LargeBackwardArguments {
+  SequenceBackwardArguments<T> s;
+  alignas(128) CUtensorMap grad_gates;  // [G, rows, H]: a matrix for each gate
+  unsigned* arrivals;                   // as forward's
+  int group_pairs, first_group;
 };
 
 }  // namespace lltm_ext

@@ -17,15 +17,16 @@
 namespace lltm_ext {
 namespace hopper {
 
-// A kernel's parameters at compile time: a cell, a type, an index in kLargeTiles, and whether rows may lose
-// their states before a step.
-template <class Cell_, typename T_, int kTileIndex, bool kHasResets_ = false>
+// A kernel's parameters at compile time: a cell, a type, an index in kLargeTiles or kLargeBackwardTiles, and
+// whether rows may lose their states before a step.
+template <class Cell_, typename T_, int kTileIndex, bool kHasResets_ = false, bool kBackward = false>
 struct LargeConfig {
   using Cell = Cell_;
   using T = T_;
   static constexpr bool kHasResets = kHasResets_;
-  static constexpr LargeTile kTile = kLargeTiles[kTileIndex];
-  static constexpr LargeShape kShape = {kCellShape<Cell>, kTile};
+  static constexpr LargeTile kTile = kBackward ? kLargeBackwardTiles[kTileIndex] : kLargeTiles[kTileIndex];
+  static constexpr LargeShape kShape = {kCellShape<Cell>, kTile, kBackward};
+  static constexpr int kClusterBlocks = kShape.cluster_blocks();
   static constexpr int kRows = kTile.rows, kRounds = kTile.rounds, kGates = Cell::kGates;
   static constexpr int kStages = kShape.stages(), kStageBytes = kShape.stage_bytes(),
                        kHTileBytes = kShape.h_tile_bytes(), kPartialBytes = kShape.partial_bytes();
@@ -36,16 +37,27 @@ struct LargeConfig {
   static_assert(2 * kTile.product_registers + kTile.cell_registers + kTile.loader_registers <= 512);
 };
 
+template <class Cell, typename T, int kTileIndex, bool kHasResets = false>
+using LargeBackwardConfig = LargeConfig<Cell, T, kTileIndex, kHasResets, /*kBackward=*/true>;
+
 // Where a block is in its group.
+template <class Config>
 struct LargePlace {
-  int group, pair, rank;  // rank: the block's in its pair
+  static constexpr int kClusterBlocks = Config::kClusterBlocks;
+  int group, cluster, rank;  // rank: the block's in its cluster
 
   __device__ explicit LargePlace(int first_group, int group_pairs)
-      : group(first_group + static_cast<int>(blockIdx.x) / 2 / group_pairs),
-        pair(static_cast<int>(blockIdx.x) / 2 % group_pairs),
+      : group(first_group + cluster_number() / clusters_of(group_pairs)),
+        cluster(cluster_number() % clusters_of(group_pairs)),
         rank(static_cast<int>(cluster_rank())) {}
-  // The first of the 16 units whose cells a block of the pair computes.
-  __device__ int first_unit(int of_rank) const { return 32 * pair + 16 * of_rank; }
+  // The first of the 16 units whose cells a block of the cluster computes.
+  __device__ int first_unit(int of_rank) const {
+    return LargeShape::kUnits * (kClusterBlocks * cluster + of_rank);
+  }
+
+ private:
+  __device__ static int cluster_number() { return static_cast<int>(blockIdx.x) / kClusterBlocks; }
+  __device__ static int clusters_of(int pairs) { return pairs / (kClusterBlocks / 2); }
 };
 
 // Stages and weights are first: tiles with the 128-byte swizzle start at multiples of 1,024 bytes.
@@ -54,7 +66,8 @@ class LargeStorage {
   static constexpr LargeShape kShape = Config::kShape;
   static constexpr int kRing = kShape.weight_bytes(),
                        kPartials = kRing + Config::kStages * Config::kStageBytes,
-                       kLive = kPartials + 2 * Config::kPartialBytes, kInputs = kLive + kShape.live_bytes(),
+                       kLive = kPartials + Config::kClusterBlocks * Config::kPartialBytes,
+                       kSums = kLive + kShape.live_bytes(), kInputs = kSums + kShape.sum_bytes(),
                        kBarriers = kInputs + Config::kTile.rounds_ahead * kShape.input_bytes();
 
  public:
@@ -64,19 +77,20 @@ class LargeStorage {
     return base_ + warpgroup * Config::kSharedTiles * LargeShape::kTileBytes;
   }
   __device__ unsigned char* stage(int i) const { return base_ + kRing + i * Config::kStageBytes; }
-  // The sums of one half of K, from the block of that rank.
+  // The sums of a part of K, from the block of that rank.
   __device__ unsigned char* partials(int rank) const {
     return base_ + kPartials + rank * Config::kPartialBytes;
   }
   __device__ unsigned char* live() const { return base_ + kLive; }
+  __device__ unsigned char* sums() const { return base_ + kSums; }
   __device__ unsigned char* inputs() const { return base_ + kInputs; }
 
   __device__ uint64_t* full(int stage) const { return barriers() + stage; }
   __device__ uint64_t* empty(int stage) const { return full(LargeShape::kMostStages + stage); }
   __device__ uint64_t* partials_full() const { return empty(LargeShape::kMostStages); }
-  // Whether the pair's cells have read what the warpgroup sent.
-  __device__ uint64_t* partials_free(int warpgroup) const { return partials_full() + 1 + warpgroup; }
-  __device__ uint64_t* stored(int round) const { return partials_free(2) + round; }
+  // Whether the cells of the block of that rank have read what this one sent.
+  __device__ uint64_t* partials_free(int rank) const { return partials_full() + 1 + rank; }
+  __device__ uint64_t* stored(int round) const { return partials_free(Config::kClusterBlocks) + round; }
 
   // One thread calls this.
   __device__ void init_barriers() const {
@@ -84,8 +98,9 @@ class LargeStorage {
       mbarrier_init(full(i), 1);
       mbarrier_init(empty(i), Config::kProductWarpgroups);
     }
-    mbarrier_init(partials_full(), 4 + 1);  // this block's warps, and one that expects the other's bytes
-    for (int i = 0; i < Config::kProductWarpgroups; ++i) mbarrier_init(partials_free(i), 4);
+    // One thread expects bytes. Forward, this block's own warps arrive, too.
+    mbarrier_init(partials_full(), kShape.backward ? 1 : 4 + 1);
+    for (int i = 0; i < Config::kClusterBlocks; ++i) mbarrier_init(partials_free(i), 4);
     for (int i = 0; i < Config::kRounds; ++i) mbarrier_init(stored(i), 4);
     fence_mbarrier_init();
   }
@@ -123,7 +138,7 @@ class LargeArrivals {
   static constexpr int kStride = LargeShape::kArrivalBytes / sizeof(unsigned);
 
  public:
-  __device__ LargeArrivals(unsigned* counters, const LargePlace& place, int group_pairs)
+  __device__ LargeArrivals(unsigned* counters, const LargePlace<Config>& place, int group_pairs)
       : counters_(counters + int64_t{place.group} * Config::kRounds * (group_pairs / 2) * kStride),
         of_round_(group_pairs / 2 * kStride) {}
   __device__ unsigned* of(int round, int unit) const {

@@ -7,68 +7,137 @@
 // the tensor cores multiply the group's other tiles.
 #pragma once
 
-#include "recurrence/large/loads.cuh"
-#include "recurrence/large/products.cuh"
+#include "recurrence/large/kernel.cuh"
 
 namespace lltm_ext {
 namespace hopper {
 
-// Adjacent units of a row, which a thread loads and stores at once.
-template <typename T, int kUnits>
-struct alignas(kUnits * sizeof(T)) UnitVector {
-  Pair<T> pairs[kUnits / 2];
-  __device__ __forceinline__ float operator[](int unit) const {
-    const float2 x = pairs[unit / 2].widen();
-    return unit % 2 == 0 ? x.x : x.y;
+// What products read: the h of the step before.
+template <class Config>
+class LargeH {
+ public:
+  using Arguments = LargeForwardArguments<typename Config::T>;
+
+  __device__ static int steps(const Arguments& args) { return args.s.steps.length; }
+  __device__ static int unit(int k_tile) { return k_tile * kTileK; }
+  __device__ static int stored_steps(int step) { return step; }
+
+  // Rows after the batch are zeros, and so is h before a step that has none.
+  __device__ __forceinline__ LargeH(const Arguments& args, int step, int row)
+      : map_(step == 0 ? &args.h0 : &args.output),
+        row_(step == 0 && !args.s.h0 ? args.s.steps.batch : row),
+        plane_(step == 0              ? 0
+               : args.s.steps.reverse ? args.s.steps.length - step
+                                      : step - 1) {}
+  __device__ __forceinline__ void load(unsigned char* to, int k_tile, uint64_t* full) const {
+    tma_load(to, map_, k_tile * kTileK, row_, plane_, full);
+  }
+
+ private:
+  const CUtensorMap* map_;
+  int row_, plane_;
+};
+
+// A product's warpgroup. It has the gates of 16 units, those of the pair's block `warpgroup`.
+template <class Config>
+class LargeProducts : LargeProduct<Config> {
+  using Base = LargeProduct<Config>;
+  using Base::kRows, Base::kTiles, Base::storage_, Base::place_, Base::warpgroup_, Base::warp_, Base::lane_;
+  using typename Base::T;
+
+ public:
+  using Base::Base;
+
+  __device__ __forceinline__ void run(const LargeForwardArguments<T>& args) {
+    Base::load_weights([&](int tile, int step) { return weights_at(args.s, tile, step); });
+    const Partials partials = where_partials_go();
+    PipelineState<Config::kStages> ring;
+    uint32_t free_parity = 1;
+    const int products = args.s.steps.length * Config::kRounds;
+#pragma unroll 1
+    for (int i = 0; i < products; ++i) {
+      float d[kRows / 2];
+      Base::multiply(d, ring);
+      mbarrier_wait(storage_.partials_free(warpgroup_), free_parity);
+      free_parity ^= 1;
+      send(d, partials);
+    }
+  }
+
+ private:
+  struct Partials {
+    uint32_t slot, full;  // of the block whose cells take them
+    bool in_other_block;
+  };
+
+  // Rows of a warp: four units of the first gate, then those of the next one. A missing gate has zeros.
+  __device__ __forceinline__ uint4 weights_at(const SequenceForwardArguments<T>& s, int tile,
+                                              int step) const {
+    const int unit = place_.first_unit(warpgroup_) + 4 * warp_ + lane_ / 4 % 4, gate = lane_ / 16;
+    const int k = (place_.rank * kTiles + tile) * kTileK + step * 16 + 2 * (lane_ % 4);
+    const auto pair_at = [&](int gate, int k) -> unsigned {
+      if (unit >= s.hidden || gate >= Config::kGates || k >= s.hidden) return 0;
+      const int64_t row = int64_t{gate} * s.hidden + unit;
+      return *reinterpret_cast<const unsigned*>(s.weight + row * s.hidden + k);
+    };
+    return make_uint4(pair_at(gate, k), pair_at(gate + 2, k), pair_at(gate, k + 8), pair_at(gate + 2, k + 8));
+  }
+
+  __device__ __forceinline__ Partials where_partials_go() const {
+    const uint32_t slot = warp_ * kWarpSlots + partial_slot(warp_, lane_ / 4, lane_ % 4);
+    const unsigned char* const partials = storage_.partials(place_.rank) + slot * kSlotBytes;
+    if (warpgroup_ == place_.rank) {
+      return {shared_address(partials), shared_address(storage_.partials_full()), false};
+    }
+    return {mapa(partials, warpgroup_), mapa(storage_.partials_full(), warpgroup_), true};
+  }
+  __device__ __forceinline__ void send(const float (&d)[kRows / 2], const Partials& to) const {
+    if (to.in_other_block) return Base::send(d, to.slot, kEightRowsBytes, to.full);
+    if (threadIdx.x % 128 == 0) mbarrier_arrive_expect_tx(storage_.partials_full(), Config::kPartialBytes);
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+      st_shared(to.slot + j * kEightRowsBytes,
+                make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]));
+    }
+    __syncwarp();
+    if (lane_ == 0) mbarrier_arrive(storage_.partials_full());
   }
 };
 
-// Adjacent units of a row in shared memory, of a thread.
-template <typename T, int kUnits>
-__device__ __forceinline__ UnitVector<T, kUnits>& of_thread(unsigned char* base, int vector) {
-  return reinterpret_cast<UnitVector<T, kUnits>*>(base)[vector * 128 + threadIdx.x % 128];
-}
-
-// The warpgroup that computes the cell. A thread has two adjacent rows of some adjacent units, in every
-// round, and keeps what these carry from step to step.
+// The warpgroup that computes the cell.
 template <class Config>
-class LargeCells {
-  using T = typename Config::T;
-  using Cell = typename Config::Cell;
+class LargeCells : LargeUnits<Config, SequenceForwardArguments<typename Config::T>> {
+  using Arguments = SequenceForwardArguments<typename Config::T>;
+  using Base = LargeUnits<Config, Arguments>;
+  using Base::args_, Base::storage_, Base::lane_, Base::row_, Base::unit_, Base::partials_parity_,
+      Base::parameters_;
+  using Base::first_row, Base::row, Base::exists, Base::at, Base::state_at, Base::inputs_of, Base::copy,
+      Base::keep, Base::write;
+  using Base::kShape, Base::kGates, Base::kStates, Base::kSaved, Base::kSavedInGates, Base::kExtra,
+      Base::kLive, Base::kOutputs, Base::kStatesOrOne, Base::kSavedOrOne, Base::kRounds, Base::kAhead,
+      Base::kUnits, Base::kValues, Base::kInRegisters;
+  using typename Base::T, typename Base::Cell, typename Base::Vector, typename Base::Live;
   using Projection = projection_t<Cell, T>;
-  using Arguments = SequenceForwardArguments<T>;
-  static constexpr LargeShape kShape = Config::kShape;
-  static constexpr int kGates = Config::kGates, kStates = Cell::kStates, kSaved = Cell::kSaved,
-                       kSavedInGates = kShape.cell.saved_in_gates(), kExtra = kShape.cell.extra(),
-                       kLive = kShape.cell.live_states(), kOutputs = kOutputsOf<Cell>;
-  static constexpr int kStatesOrOne = at_least_one(kStates), kSavedOrOne = at_least_one(kSaved);
-  static constexpr int kRounds = Config::kRounds, kAhead = Config::kTile.rounds_ahead,
-                       kUnits = kShape.units_of_thread(), kValues = kShape.values_of_thread();
-  static constexpr bool kInRegisters = kShape.live_in_registers(),
-                        kOutputApart = kShape.cell.has_output_apart();
-  using Vector = UnitVector<T, kUnits>;
+  static constexpr bool kOutputApart = kShape.cell.has_output_apart();
 
  public:
-  __device__ LargeCells(const Arguments& args, const LargeStorage<Config>& storage, const LargePlace& place,
-                        const LargeArrivals<Config>& arrivals)
-      : args_(args), storage_(storage), rank_(place.rank), lane_(threadIdx.x % 32) {
+  __device__ LargeCells(const Arguments& args, const LargeStorage<Config>& storage,
+                        const LargePlace<Config>& place, const LargeArrivals<Config>& arrivals)
+      : Base(args, storage), rank_(place.rank), arrivals_(arrivals) {
     const int warp = uniform_warp() % 4;
     const bool wide = kUnits == 4;
     product_warp_ = wide ? lane_ % 4 : lane_ / 2 % 4;
     quad_ = wide ? lane_ / 4 % 4 : lane_ / 8;
     eight_rows_ = wide ? 2 * warp + lane_ / 16 : warp;
     first_of_four_ = wide ? 0 : lane_ % 2 * 2;
-    row_ = place.group * kRounds * Config::kRows + 8 * eight_rows_ + 2 * quad_;
-    unit_ = place.first_unit(rank_) + 4 * product_warp_ + first_of_four_;
-    has_units_ = unit_ < args.hidden;
+    Base::set_place(place.group * kRounds * Config::kRows + 8 * eight_rows_ + 2 * quad_,
+                    place.first_unit(rank_) + 4 * product_warp_ + first_of_four_);
     slots_ = shared_address(storage.partials(0)) + eight_rows_ * kEightRowsBytes +
              (product_warp_ * kWarpSlots + partial_slot(product_warp_, 0, quad_)) * kSlotBytes;
-    arrive_at_ = arrivals.of(0, unit_);
-    to_next_round_ = static_cast<int>(arrivals.of(1, unit_) - arrive_at_);
   }
 
   __device__ __forceinline__ void run() {
-    load_parameters();
+    Base::load_parameters();
     load_initial();
     for (int i = 0; i < kAhead; ++i) load(0, i);
     constexpr int kUnrolled = kInRegisters ? kRounds : 1;  // registers have no variable numbers
@@ -82,8 +151,6 @@ class LargeCells {
   }
 
  private:
-  using Live = float[at_least_one(kLive)][kValues];  // the states and, if the cell reads it, h; by rows
-
   using Projections = UnitVector<Projection, kUnits>;
 
   // What a round reads besides the sums.
@@ -96,40 +163,14 @@ class LargeCells {
     Vector h[2], saved[2][kSavedOrOne], outputs[2][kOutputs];
   };
 
-  // In [N, ...]. Every step has the whole batch.
-  __device__ __forceinline__ int64_t first_row(int step) const {
-    const StepOrder& steps = args_.steps;
-    return static_cast<int64_t>(steps.reverse ? steps.length - 1 - step : step) * steps.batch;
-  }
-  __device__ __forceinline__ int row(int round, int i) const { return row_ + round * Config::kRows + i; }
-  __device__ __forceinline__ bool exists(int round, int i) const {
-    return has_units_ && row(round, i) < args_.steps.batch;
-  }
-  // The thread's units in the first plane of a row of [rows, planes, H]. Other planes and the row after it
-  // are a few times H from there: a 64-bit product for each would be most of a round's instructions.
-  template <typename E>
-  __device__ __forceinline__ E* at(E* base, int64_t row, int planes = 1) const {
-    return base + row * (planes * args_.hidden) + unit_;
-  }
-
   // ---- what the cell reads
 
-  __device__ __forceinline__ void load_parameters() {
-#pragma unroll
-    for (int p = 0; p < Cell::kParameters; ++p)
-      if (has_units_) parameters_[p] = *reinterpret_cast<const Vector*>(at(args_.parameters, p));
-  }
-  // Each thread copies its own inputs to shared memory, some rounds ahead. Registers would not do: a wait for
-  // one round's loads is a wait for all.
   __device__ __forceinline__ Projections& projections(int round, int i, int gate) const {
     return of_thread<Projection, kUnits>(inputs_of(round), i * kGates + gate);
   }
   __device__ __forceinline__ Vector& step_inputs(int round, int i, int k) const {
     unsigned char* const base = inputs_of(round) + kShape.projection_bytes();
     return of_thread<T, kUnits>(base, i * Cell::kStepInputs + k);
-  }
-  __device__ __forceinline__ unsigned char* inputs_of(int round) const {
-    return storage_.inputs() + round % kAhead * kShape.input_bytes();
   }
   __device__ __forceinline__ void load(int step, int round) const {
     const int64_t from = first_row(step) + row(round, 0);
@@ -148,10 +189,6 @@ class LargeCells {
       }
     }
     cp_async_commit_group();
-  }
-  template <typename V, typename E>
-  __device__ __forceinline__ static void copy(V& to, const E* from, bool inside) {
-    cp_async<sizeof(V)>(&to, from, inside ? sizeof(V) : 0);
   }
   // Those that take the place of what a round has read.
   __device__ __forceinline__ void load_next(int step, int round) const {
@@ -175,34 +212,6 @@ class LargeCells {
 
   // ---- what units carry
 
-  __device__ __forceinline__ float4* live_at(int round) const {
-    constexpr int kOfRound = kLive * kValues / 4;
-    return reinterpret_cast<float4*>(storage_.live()) + round * kOfRound * 128 + threadIdx.x % 128;
-  }
-  __device__ __forceinline__ void take_live(Live& live, int round) const {
-#pragma unroll
-    for (int i = 0; i < kLive * kValues && !kInRegisters; i += 4) {
-      const float4 x = live_at(round)[i / 4 * 128];
-      float* const to = &live[i / kValues][i % kValues];
-      to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-    }
-  }
-  __device__ __forceinline__ void keep_live(const Live& live, int round) const {
-#pragma unroll
-    for (int i = 0; i < kLive * kValues && !kInRegisters; i += 4) {
-      const float* const x = &live[i / kValues][i % kValues];
-      live_at(round)[i / 4 * 128] = make_float4(x[0], x[1], x[2], x[3]);
-    }
-  }
-  __device__ __forceinline__ void load_lost(float (&lost)[2], int step, int round) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      lost[i] = exists(round, i) ? args_.resets().share(first_row(step) + row(round, i)) : 0;
-    }
-  }
-  __device__ __forceinline__ int64_t state_at(int state, int round, int i) const {
-    return (int64_t{state} * args_.steps.batch + row(round, i)) * args_.hidden + unit_;
-  }
   __device__ __forceinline__ void load_initial() {
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
@@ -214,7 +223,7 @@ class LargeCells {
         if (exists(round, i)) x = initial(value, state_at(value < kStates ? value : 0, round, i) + u);
         live[value][v % kValues] = x.x, live[value][v % kValues + 1] = x.y;
       }
-      keep_live(live, round);
+      Base::keep_live(live, round);
     }
   }
   __device__ __forceinline__ float2 initial(int value, int64_t from) const {
@@ -227,8 +236,8 @@ class LargeCells {
   __device__ __forceinline__ void run_round(int step, int round, Live& live) {
     Inputs inputs;
     Results results;
-    if constexpr (Config::kHasResets) load_lost(inputs.lost, step, round);
-    take_live(live, round);
+    if constexpr (Config::kHasResets) Base::load_lost(inputs.lost, step, round);
+    Base::take_live(live, round);
     read(inputs, round);
     mbarrier_wait_limited(storage_.partials_full(), partials_parity_);
     partials_parity_ ^= 1;
@@ -243,7 +252,7 @@ class LargeCells {
     send(step, round, results);
     // What no other block waits for comes after the release, which waits for the stores before it.
     store(step, round, results, live);
-    keep_live(live, round);
+    Base::keep_live(live, round);
   }
 
   // [row][unit of the pair][gate]: both halves of K. A slot has both rows of a gate, and of the one after the
@@ -300,7 +309,7 @@ class LargeCells {
                                        int i, const Inputs& inputs, const Live& live) const {
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
-      const float product = keep(sums[g], inputs.lost[i]);
+      const float product = keep(sums[g], inputs.lost[i]);  // it is linear in h, so it loses what h does
       in.x[g] = inputs.projections[i][g][unit];
       if constexpr (Cell::kSeparate) {
         in.r[g] = product;
@@ -314,12 +323,6 @@ class LargeCells {
 #pragma unroll
     for (int k = 0; k < Cell::kStepInputs; ++k) in.steps[k] = inputs.steps[i][k][unit];
   }
-  // A product is linear in h, so it loses what h does.
-  __device__ __forceinline__ static float keep(float x, float lost) {
-    if constexpr (Config::kHasResets) return scale_by_mask(mask_of(lost), x);
-    return x;
-  }
-
   // ---- what the cell writes
 
   __device__ __forceinline__ void send(int step, int round, const Results& results) const {
@@ -328,14 +331,7 @@ class LargeCells {
     for (int i = 0; i < 2; ++i) {
       if (exists(round, i)) write(output + i * args_.hidden, results.h[i]);
     }
-    fence_proxy_async_global();  // other blocks read it by TMA
-    __syncwarp();
-    if (lane_ != 0) return;
-    if constexpr (Config::kTile.releasing_warps > 0) {
-      mbarrier_arrive(storage_.stored(round));
-    } else {
-      red_release(arrive_at_ + round * to_next_round_, 1);
-    }
+    Base::tell(round, arrivals_);
   }
   __device__ __forceinline__ void store(int step, int round, const Results& results, const Live& live) const {
     const int64_t first = first_row(step) + row(round, 0);
@@ -369,45 +365,17 @@ class LargeCells {
                           make_float2(x[0], x[1]));
     }
   }
-  __device__ __forceinline__ static void write(T* to, const Vector& x) { *reinterpret_cast<Vector*>(to) = x; }
-
-  const Arguments& args_;
-  const LargeStorage<Config>& storage_;
-  const int rank_, lane_;
+  const int rank_;
+  const LargeArrivals<Config>& arrivals_;
   int product_warp_, quad_, eight_rows_, first_of_four_;  // whose sums the thread reads
-  int row_, unit_;                                        // its first, of the batch and of the layer
-  bool has_units_;
   uint32_t slots_;
-  unsigned* arrive_at_;
-  int to_next_round_;
-  uint32_t partials_parity_ = 0;
-  Vector parameters_[at_least_one(Cell::kParameters)] = {};
   Live live_[kInRegisters ? kRounds : 1];
 };
 
 // The kernel's body.
 template <class Config>
 __device__ __forceinline__ void run_large_forward(const LargeForwardArguments<typename Config::T>& args) {
-  const LargeStorage<Config> storage(dynamic_shared());
-  const LargePlace place(args.first_group, args.group_pairs);
-  const LargeArrivals<Config> arrivals(args.arrivals, place, args.group_pairs);
-  if (threadIdx.x == 0) storage.init_barriers();
-  __syncthreads();
-  cluster_sync();
-  const int warpgroup = uniform_warp() / 4;
-  if (warpgroup == Config::kLoaderWarpgroup) {
-    setmaxnreg_dec<Config::kTile.loader_registers>();
-    LargeLoads<Config>(storage, place, arrivals).run(args);
-  } else if (warpgroup == Config::kCellWarpgroup) {
-    setmaxnreg_dec<Config::kTile.cell_registers>();
-    LargeCells<Config>(args.s, storage, place, arrivals).run();
-  } else {
-    setmaxnreg_inc<Config::kTile.product_registers>();
-    LargeProducts<Config>(storage, place, warpgroup).run(args);
-  }
-  // The other block may still write to this one's shared memory, and arrive at its barriers.
-  __syncwarp();
-  cluster_sync();
+  run_large<Config, LargeH<Config>, LargeProducts<Config>, LargeCells<Config>>(args);
 }
 
 template <class Config>

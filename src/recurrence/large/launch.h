@@ -1,4 +1,4 @@
-// The host side of a large layer's kernel: tensor maps, counters, and a launch of all groups that fit.
+// The host side of a large layer's kernels: tensor maps, counters, and a launch of all groups that fit.
 #pragma once
 
 #include "common/hopper/launch.h"
@@ -6,32 +6,21 @@
 #include "recurrence/large/shape.h"
 
 namespace lltm_ext {
+namespace hopper {
 
-// Runs all steps of a sequence. `kernel`, a __global__ function or a cudaKernel_t, is compiled for the tile
-// and the cell. `arrivals`: memory of LargeShape::arrival_bytes().
-template <typename T>
-cudaError_t run_large_layer(const void* kernel, const CellShape& cell, const SequenceForwardArguments<T>& s,
-                            const LargeGrid& grid, void* arrivals, cudaStream_t stream) {
-  using namespace hopper;
-  const LargeShape shape = {cell, kLargeTiles[grid.tile]};
-  const int64_t hidden = s.hidden, batch = s.steps.batch, length = s.steps.length;
-  if (length == 0) return cudaSuccess;
-  LargeForwardArguments<T> args = {s, {}, {}, static_cast<unsigned*>(arrivals), grid.group_pairs, 0};
-  cudaError_t error = encode_tensor_map<T>(
-      args.output, {s.output, hidden, batch, length, hidden, batch * hidden}, shape.tile.rows);
+// `args` for the first group. `arrivals`: memory of LargeShape::arrival_bytes().
+template <class Arguments>
+cudaError_t launch_large_groups(const void* kernel, const LargeShape& shape, Arguments& args,
+                                const LargeGrid& grid, cudaStream_t stream) {
+  cudaError_t error = set_max_dynamic_shared(kernel, shape.shared_bytes());
   if (error != cudaSuccess) return error;
-  args.h0 = args.output;
-  if (s.h0) error = encode_tensor_map<T>(args.h0, {s.h0, hidden, batch, 1, hidden, 0}, shape.tile.rows);
-  if (error != cudaSuccess) return error;
-  error = set_max_dynamic_shared(kernel, shape.shared_bytes());
-  if (error != cudaSuccess) return error;
-  error = cudaMemsetAsync(arrivals, 0, shape.arrival_bytes(grid), stream);
+  error = cudaMemsetAsync(args.arrivals, 0, shape.arrival_bytes(grid), stream);
   if (error != cudaSuccess) return error;
 
   // The blocks of a group wait for each other, so all of a launch must be resident.
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {2, 1, 1};
+  attributes[0].val.clusterDim = {static_cast<unsigned>(shape.cluster_blocks()), 1, 1};
   attributes[1].id = cudaLaunchAttributeCooperative;
   attributes[1].val.cooperative = 1;
   cudaLaunchConfig_t config = {};
@@ -52,12 +41,48 @@ cudaError_t run_large_layer(const void* kernel, const CellShape& cell, const Seq
   return cudaSuccess;
 }
 
+}  // namespace hopper
+
+// Runs all steps of a sequence. `kernel`, a __global__ function or a cudaKernel_t, is compiled for the tile
+// and the cell.
+template <typename T>
+cudaError_t run_large_layer(const void* kernel, const CellShape& cell, const SequenceForwardArguments<T>& s,
+                            const LargeGrid& grid, void* arrivals, cudaStream_t stream) {
+  using namespace hopper;
+  const LargeShape shape = {cell, kLargeTiles[grid.tile]};
+  const int64_t hidden = s.hidden, batch = s.steps.batch, length = s.steps.length;
+  if (length == 0) return cudaSuccess;
+  LargeForwardArguments<T> args = {s, {}, {}, static_cast<unsigned*>(arrivals), grid.group_pairs, 0};
+  cudaError_t error = encode_tensor_map<T>(
+      args.output, {s.output, hidden, batch, length, hidden, batch * hidden}, shape.tile.rows);
+  if (error != cudaSuccess) return error;
+  args.h0 = args.output;
+  if (s.h0) error = encode_tensor_map<T>(args.h0, {s.h0, hidden, batch, 1, hidden, 0}, shape.tile.rows);
+  if (error != cudaSuccess) return error;
+  return launch_large_groups(kernel, shape, args, grid, stream);
+}
+
+// The same of steps backward, whose tiles are in kLargeBackwardTiles.
+template <typename T>
+cudaError_t run_large_layer(const void* kernel, const CellShape& cell, const SequenceBackwardArguments<T>& s,
+                            const LargeGrid& grid, void* arrivals, cudaStream_t stream) {
+  using namespace hopper;
+  const LargeShape shape = {cell, kLargeBackwardTiles[grid.tile], /*backward=*/true};
+  const int64_t hidden = s.hidden, gates = cell.gates;
+  if (s.begin == s.end) return cudaSuccess;
+  LargeBackwardArguments<T> args = {s, {}, static_cast<unsigned*>(arrivals), grid.group_pairs, 0};
+  const cudaError_t error = encode_tensor_map<T>(
+      args.grad_gates, {s.grad_gates, hidden, s.rows, gates, gates * hidden, hidden}, shape.tile.rows);
+  if (error != cudaSuccess) return error;
+  return launch_large_groups(kernel, shape, args, grid, stream);
+}
+
 // Those of a layer's directions, one after the other: each needs most of the multiprocessors. They may share
 // `arrivals`.
-template <typename T>
+template <class Arguments>
 cudaError_t run_large_layers(const void* kernel, const CellShape& cell,
-                             const PerDirection<SequenceForwardArguments<T>>& sequences,
-                             const LargeGrid& grid, void* arrivals, cudaStream_t stream) {
+                             const PerDirection<Arguments>& sequences, const LargeGrid& grid, void* arrivals,
+                             cudaStream_t stream) {
   for (int i = 0; i < sequences.count; ++i) {
     const cudaError_t error = run_large_layer(kernel, cell, sequences.of[i], grid, arrivals, stream);
     // Another algorithm can't run after the first direction, as after a part of its groups.

@@ -1,4 +1,5 @@
-// The fourth warpgroup of a large layer's kernel: its warps load h, or release what the cells have stored.
+// The fourth warpgroup of a large layer's kernel: its warps load h or, backward, the gates' gradients, or
+// release what the cells have stored.
 #pragma once
 
 #include "recurrence/large/block.cuh"
@@ -6,9 +7,11 @@
 namespace lltm_ext {
 namespace hopper {
 
-template <class Config>
+// Source is what products read (LargeH, LargeGradGates): how many steps have products, which units a tile of
+// K is of, how many steps these must have stored, and a load of the tile.
+template <class Config, class Source>
 class LargeLoads {
-  using Arguments = LargeForwardArguments<typename Config::T>;
+  using Arguments = typename Source::Arguments;
   static constexpr LargeShape kShape = Config::kShape;
   static constexpr int kRounds = Config::kRounds, kStageTiles = Config::kTile.stage_tiles,
                        kLoaders = kShape.loading_warps(), kReleasers = Config::kTile.releasing_warps,
@@ -17,7 +20,7 @@ class LargeLoads {
   static_assert(kOwnTiles <= 32, "each lane polls for one tile");
 
  public:
-  __device__ LargeLoads(const LargeStorage<Config>& storage, const LargePlace& place,
+  __device__ LargeLoads(const LargeStorage<Config>& storage, const LargePlace<Config>& place,
                         const LargeArrivals<Config>& arrivals)
       : storage_(storage),
         place_(place),
@@ -41,15 +44,16 @@ class LargeLoads {
   }
 
   __device__ __forceinline__ void load(const Arguments& args) {
-    const StepOrder& steps = args.s.steps;
-    const int own = lane_ % kOwnTiles, unit = k_tile(own / kStageTiles, own % kStageTiles) * kTileK;
+    const int own = lane_ % kOwnTiles, unit = Source::unit(k_tile(own / kStageTiles, own % kStageTiles));
     // Tiles beyond the group's units are zeros, for which there is nothing to wait.
     const bool polls = lane_ < kOwnTiles && unit < 32 * args.group_pairs;
-    for (int step = 0; step < steps.length; ++step) {
+    const int steps = Source::steps(args);
+    for (int step = 0; step < steps; ++step) {
       for (int round = 0; round < kRounds; ++round) {
         const unsigned* const count = arrivals_.of(round, polls ? unit : 0);
-        const unsigned needed = static_cast<unsigned>(kArrivalsAStep) * step;
-        unsigned ready = step > 0 ? 0 : ~0u;
+        const int stored_steps = Source::stored_steps(step);
+        const unsigned needed = static_cast<unsigned>(kArrivalsAStep) * stored_steps;
+        unsigned ready = stored_steps > 0 ? 0 : ~0u;
 #pragma unroll
         for (int i = 0; i < kOwnStages; ++i) {
           constexpr unsigned kTiles = (1u << kStageTiles) - 1;
@@ -77,19 +81,14 @@ class LargeLoads {
     __syncwarp();
     fence_proxy_async_global();  // the first lane's reads by TMA come after all acquires
   }
-  // Rows after the batch are zeros, and so is h before a step that has none.
   __device__ __forceinline__ void load_stage(const Arguments& args, int step, int round,
                                              int own_stage) const {
-    const StepOrder& steps = args.s.steps;
-    const CUtensorMap* const map = step == 0 ? &args.h0 : &args.output;
-    const int plane = step == 0 ? 0 : steps.reverse ? steps.length - step : step - 1;
-    const int row = step == 0 && !args.s.h0 ? steps.batch
-                                            : place_.group * kRounds * Config::kRows + round * Config::kRows;
+    const Source source(args, step, (place_.group * kRounds + round) * Config::kRows);
     mbarrier_arrive_expect_tx(storage_.full(stage_), Config::kStageBytes);
 #pragma unroll
     for (int i = 0; i < kStageTiles; ++i) {
-      tma_load(storage_.stage(stage_) + i * Config::kHTileBytes, map, k_tile(own_stage, i) * kTileK, row,
-               plane, storage_.full(stage_));
+      source.load(storage_.stage(stage_) + i * Config::kHTileBytes, k_tile(own_stage, i),
+                  storage_.full(stage_));
     }
   }
   __device__ __forceinline__ void advance() {
@@ -100,8 +99,8 @@ class LargeLoads {
   // A release waits until the stores before it are visible, which would keep the cells' warps. The next
   // step's stores of a round come after this release.
   __device__ __forceinline__ void release(const Arguments& args) const {
-    const int unit = place_.first_unit(place_.rank);
-    for (int step = 0; step < args.s.steps.length; ++step) {
+    const int unit = place_.first_unit(place_.rank), steps = Source::steps(args);
+    for (int step = 0; step < steps; ++step) {
       for (int round = warp_ - kLoaders; round < kRounds; round += kReleasers > 0 ? kReleasers : kRounds) {
         mbarrier_wait_limited(storage_.stored(round), step & 1);
         red_release(arrivals_.of(round, unit), 1);
@@ -110,7 +109,7 @@ class LargeLoads {
   }
 
   const LargeStorage<Config>& storage_;
-  const LargePlace& place_;
+  const LargePlace<Config>& place_;
   const LargeArrivals<Config>& arrivals_;
   const int warp_, lane_;
   int stage_;

@@ -1,7 +1,6 @@
-// The products of a large layer's step. The weights of 16 units' gates are wgmma's first operand, 64 rows,
-// and stay in registers for the whole sequence: read from shared memory, that operand takes as long as the
-// product does. What does not fit is in shared memory, spread over K. Rows of the batch are the product's
-// columns.
+// The products of a large layer's step. The weights are wgmma's first operand and stay in registers for the
+// whole sequence: read from shared memory, that operand takes as long as the product does. What does not fit
+// is in shared memory, spread over K. Rows of the batch are the product's columns.
 #pragma once
 
 #include "recurrence/large/block.cuh"
@@ -9,47 +8,24 @@
 namespace lltm_ext {
 namespace hopper {
 
-// One of the two warpgroups that multiply. It has the units of the pair's block `warpgroup`, and its own
-// block's half of K.
+// One of the two warpgroups that multiply: 64 rows of the weights by the block's part of K.
 template <class Config>
-class LargeProducts {
-  using T = typename Config::T;
-  using Arguments = LargeForwardArguments<T>;
-  static constexpr LargeShape kShape = Config::kShape;
-  static constexpr int kRows = Config::kRows, kTiles = Config::kTile.k_tiles, kSteps = kTileK / 16,
-                       kStageTiles = Config::kTile.stage_tiles, kRoundStages = kShape.round_stages();
-
+class LargeProduct {
  public:
-  __device__ LargeProducts(const LargeStorage<Config>& storage, const LargePlace& place, int warpgroup)
+  __device__ LargeProduct(const LargeStorage<Config>& storage, const LargePlace<Config>& place, int warpgroup)
       : storage_(storage),
         place_(place),
         warpgroup_(warpgroup),
         warp_(uniform_warp() % 4),
         lane_(threadIdx.x % 32) {}
 
-  __device__ __forceinline__ void run(const Arguments& args) {
-    load_weights(args.s);
-    const Partials partials = where_partials_go();
-    PipelineState<Config::kStages> ring;
-    uint32_t free_parity = 1;
-    const int products = args.s.steps.length * Config::kRounds;
-#pragma unroll 1
-    for (int i = 0; i < products; ++i) {
-      float d[kRows / 2];
-      multiply(d, ring);
-      mbarrier_wait(storage_.partials_free(warpgroup_), free_parity);
-      free_parity ^= 1;
-      send(d, partials);
-    }
-  }
+ protected:
+  using T = typename Config::T;
+  static constexpr LargeShape kShape = Config::kShape;
+  static constexpr int kRows = Config::kRows, kTiles = Config::kTile.k_tiles, kSteps = kTileK / 16,
+                       kStageTiles = Config::kTile.stage_tiles, kRoundStages = kShape.round_stages();
 
- private:
-  struct Partials {
-    uint32_t slot, full;  // of the block whose cells take them
-    bool in_other_block;
-  };
-
-  // ---- weights
+  // ---- weights. weights_at(tile, step): what the lane has of 16 of K.
 
   // The tiles in registers are spread over K.
   __device__ static constexpr int registers_before(int tile) {
@@ -60,13 +36,14 @@ class LargeProducts {
   }
 
   // Tiles for shared memory come first, while the others do not yet take registers.
-  __device__ __forceinline__ void load_weights(const SequenceForwardArguments<T>& s) {
+  template <class At>
+  __device__ __forceinline__ void load_weights(const At& weights_at) {
     if constexpr (Config::kSharedTiles > 0) {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          if (!in_registers(i)) store_in_tile(shared_tile(i), step, weights_at(s, i, step));
+          if (!in_registers(i)) store_in_tile(shared_tile(i), step, weights_at(i, step));
         }
       }
       fence_proxy_async();
@@ -76,21 +53,9 @@ class LargeProducts {
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        if (in_registers(i)) keep(weights_[registers_before(i)][step], weights_at(s, i, step));
+        if (in_registers(i)) keep(weights_[registers_before(i)][step], weights_at(i, step));
       }
     }
-  }
-  // Rows of a warp: four units of the first gate, then those of the next one. A missing gate has zeros.
-  __device__ __forceinline__ uint4 weights_at(const SequenceForwardArguments<T>& s, int tile,
-                                              int step) const {
-    const int unit = place_.first_unit(warpgroup_) + 4 * warp_ + lane_ / 4 % 4, gate = lane_ / 16;
-    const int k = (place_.rank * kTiles + tile) * kTileK + step * 16 + 2 * (lane_ % 4);
-    const auto pair_at = [&](int gate, int k) -> unsigned {
-      if (unit >= s.hidden || gate >= Config::kGates || k >= s.hidden) return 0;
-      const int64_t row = int64_t{gate} * s.hidden + unit;
-      return *reinterpret_cast<const unsigned*>(s.weight + row * s.hidden + k);
-    };
-    return make_uint4(pair_at(gate, k), pair_at(gate + 2, k), pair_at(gate, k + 8), pair_at(gate + 2, k + 8));
   }
   __device__ static __forceinline__ void keep(uint4& to, const uint4& x) {
     to = x;
@@ -155,39 +120,22 @@ class LargeProducts {
     if (threadIdx.x % 128 == 0) mbarrier_arrive(storage_.empty(stage));
   }
 
-  // ---- the sums
-
-  __device__ __forceinline__ Partials where_partials_go() const {
-    const uint32_t slot = warp_ * kWarpSlots + partial_slot(warp_, lane_ / 4, lane_ % 4);
-    const unsigned char* const partials = storage_.partials(place_.rank) + slot * kSlotBytes;
-    if (warpgroup_ == place_.rank) {
-      return {shared_address(partials), shared_address(storage_.partials_full()), false};
-    }
-    return {mapa(partials, warpgroup_), mapa(storage_.partials_full(), warpgroup_), true};
-  }
-  __device__ __forceinline__ void send(const float (&d)[kRows / 2], const Partials& to) const {
-    if (to.in_other_block) {
-#pragma unroll
-      for (int j = 0; j < kRows / 8; ++j) {
-        const uint4 x = make_uint4(__float_as_uint(d[4 * j]), __float_as_uint(d[4 * j + 1]),
-                                   __float_as_uint(d[4 * j + 2]), __float_as_uint(d[4 * j + 3]));
-        st_async(to.slot + j * kEightRowsBytes, x, to.full);
-      }
-      return;
-    }
-    if (threadIdx.x % 128 == 0) mbarrier_arrive_expect_tx(storage_.partials_full(), Config::kPartialBytes);
+  // Sends the sums to another block's cells: at each eight rows of the batch, 16 bytes of a lane.
+  __device__ __forceinline__ static void send(const float (&d)[kRows / 2], uint32_t slot,
+                                              int eight_rows_bytes, uint32_t full) {
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) {
-      st_shared(to.slot + j * kEightRowsBytes,
-                make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]));
+      const uint4 x = make_uint4(__float_as_uint(d[4 * j]), __float_as_uint(d[4 * j + 1]),
+                                 __float_as_uint(d[4 * j + 2]), __float_as_uint(d[4 * j + 3]));
+      st_async(slot + j * eight_rows_bytes, x, full);
     }
-    __syncwarp();
-    if (lane_ == 0) mbarrier_arrive(storage_.partials_full());
   }
 
   const LargeStorage<Config>& storage_;
-  const LargePlace& place_;
+  const LargePlace<Config>& place_;
   const int warpgroup_, warp_, lane_;
+
+ private:
   uint4 weights_[Config::kRegisterTiles][kSteps];
 };
 

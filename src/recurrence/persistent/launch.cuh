@@ -78,7 +78,10 @@ cudaError_t launch_sequence_forward(const PerDirection<SequenceForwardArguments<
 }
 template <class Cell, typename T>
 cudaError_t launch_sequence_backward(const PerDirection<SequenceBackwardArguments<T>>& sequences,
-                                     const Plan& plan, cudaStream_t stream) {
+                                     const Plan& plan, void* links, cudaStream_t stream) {
+  if constexpr (kHasFusedSteps<T>) {
+    if (plan.large.tile >= 0) return launch_large_layers<Cell>(sequences, plan.large, links, stream);
+  }
   return launch_sequence<Cell, T>(kBackwardKernels<Cell, T>, sequences, plan, stream);
 }
 
@@ -89,4 +92,4 @@ cudaError_t launch_sequence_backward(const PerDirection<SequenceBackwardArgument
   template cudaError_t lltm_ext::launch_sequence_forward<Cell, T>(                         \
       const PerDirection<SequenceForwardArguments<T>>&, const Plan&, void*, cudaStream_t); \
   template cudaError_t lltm_ext::launch_sequence_backward<Cell, T>(                        \
-      const PerDirection<SequenceBackwardArguments<T>>&, const Plan&, cudaStream_t);
+      const PerDirection<SequenceBackwardArguments<T>>&, const Plan&, void*, cudaStream_t);

@@ -28,7 +28,7 @@ cudaError_t launch_sequence_forward(const PerDirection<SequenceForwardArguments<
                                     const Plan& plan, void* links, cudaStream_t stream);
 template <class Cell, typename T>
 cudaError_t launch_sequence_backward(const PerDirection<SequenceBackwardArguments<T>>& sequences,
-                                     const Plan& plan, cudaStream_t stream);
+                                     const Plan& plan, void* links, cudaStream_t stream);
 
 #ifdef LLTM_EXT_WITH_CUDA
 // Fills the memory [rows, width] through which a grid's blocks exchange values.
@@ -113,10 +113,10 @@ template <class Cell, typename T>
 cudaError_t launch_fused_steps(const SequenceBackwardArguments<T>& sequence, const FusedStepTile& tile,
                                cudaStream_t stream);
 
-// Launches large layers (large/forward.cuh).
-template <class Cell, typename T>
-cudaError_t launch_large_layers(const PerDirection<SequenceForwardArguments<T>>& sequences,
-                                const LargeGrid& grid, void* arrivals, cudaStream_t stream);
+// Launches large layers (large/forward.cuh, large/backward.cuh).
+template <class Cell, template <typename> class Arguments, typename T>
+cudaError_t launch_large_layers(const PerDirection<Arguments<T>>& sequences, const LargeGrid& grid,
+                                void* arrivals, cudaStream_t stream);
 
 // Launches the fused steps of few rows (stepwise/small_batch.cuh).
 template <class Cell>
