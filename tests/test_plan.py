@@ -323,7 +323,6 @@ NOT_LARGE = [
     {"side_by_side": True},
     {"steps": 1},
     {"chip": B200},
-    {"gates": 1},
     {"gates": 5},
     {"over_units": True},
     {"algorithm": "stepwise"},

@@ -255,7 +255,7 @@ inline LargeGrid large_grid(const Problem& p, const DeviceInfo& device) {
   constexpr int64_t kLeastHidden = 512, kLeastUnits = 64 * 1024;
   const bool is_alone = p.heads == 1 && !p.side_by_side;  // two directions run one after the other
   if (!device.has_sm90a || p.element_size != 2 || !p.dense || !is_alone) return {};
-  if (p.cell.gates < 3 || p.hidden < kLeastHidden || p.hidden % 8 != 0) return {};
+  if (p.hidden < kLeastHidden || p.hidden % 8 != 0) return {};
   if (p.batch * p.hidden < kLeastUnits || p.steps == 1) return {};
   LargeGrid best;
   // Of a fused step, as measured on an H200.
@@ -270,9 +270,11 @@ inline LargeGrid large_grid(const Problem& p, const DeviceInfo& device) {
     const int resident = device.cluster_multiprocessors[shape.cluster_blocks()] / (2 * pairs);
     if (resident == 0) continue;
     const int groups = static_cast<int>(ceil_div(p.batch, shape.tile.group_rows()));
-    const int64_t clocks = int64_t{ceil_div(groups, resident)} * shape.step_clocks(p.hidden);
+    const int at_once = std::min(groups, resident);
+    const int64_t clocks =
+        int64_t{ceil_div(groups, resident)} * shape.step_clocks(p.hidden, 2 * pairs * at_once);
     if (clocks >= best_clocks) continue;
-    best = {i, pairs, groups, std::min(groups, resident)};
+    best = {i, pairs, groups, at_once};
     best_clocks = clocks;
   }
   return best;

@@ -33,11 +33,11 @@ constexpr LargeTile kLargeTiles[] = {
     {32, 2, 16, 2, 2, 2, 184, 104, 40},
 };
 
-// Backward, K is as long as the number of gates says.
+// Backward, K is as long as the number of gates says. Of equally fast tiles the first is taken.
 constexpr LargeTile kLargeBackwardTiles[] = {
-    {32, 2, 8, 4, 2, 2, 176, 120, 40}, {32, 4, 8, 4, 2, 4, 176, 120, 40},  {64, 4, 8, 2, 2, 2, 192, 104, 24},
-    {32, 4, 6, 3, 2, 4, 176, 120, 40}, {64, 4, 6, 3, 2, 2, 192, 104, 24},  {32, 4, 4, 2, 2, 4, 176, 120, 40},
-    {64, 4, 4, 2, 2, 2, 192, 104, 24}, {32, 2, 12, 3, 2, 2, 184, 104, 40}, {64, 2, 12, 2, 2, 2, 192, 104, 24},
+    {32, 4, 4, 2, 2, 4, 176, 120, 40}, {64, 4, 4, 2, 2, 2, 192, 104, 24},  {32, 4, 6, 3, 2, 4, 176, 120, 40},
+    {64, 4, 6, 3, 2, 2, 192, 104, 24}, {32, 2, 8, 4, 2, 2, 176, 120, 40},  {32, 4, 8, 4, 2, 4, 176, 120, 40},
+    {64, 4, 8, 2, 2, 2, 192, 104, 24}, {32, 2, 12, 3, 2, 2, 184, 104, 40}, {64, 2, 12, 2, 2, 2, 192, 104, 24},
 };
 
 // A launch of groups that share nothing.
@@ -137,16 +137,17 @@ struct LargeShape {
   }
 
   // ---- a step's clocks, by a model of measured times that the planner compares tiles with: all rounds'
-  // products or cells, or one round's and the way to the next step, or the reads of h, of which L2 has 17
-  // bytes a clock for each block, and more where fewer blocks share it, as backward. The products of 16 of K
-  // by one warpgroup take half a clock a row, and 32 more if the weights are in shared memory.
+  // products or cells, or one round's and the way to the next step, or the reads of h, of which L2 has 2,200
+  // bytes a clock for all blocks of a launch. The products of 16 of K by one warpgroup take half a clock a
+  // row, and 32 more if the weights are in shared memory.
   constexpr int round_clocks() const {
     const int products = 8 * (tile.k_tiles * tile.rows / 2 + 32 * shared_tiles()) + 200;
-    const int cells = backward ? 400 + 60 * tile.rows : 960 + 30 * tile.rows;
+    const int cells = backward ? 450 + 60 * tile.rows : 1050 + 30 * tile.rows;
     return products > cells ? products : cells;
   }
-  constexpr int64_t step_clocks(int64_t hidden) const {
-    const int way_between = backward ? 5200 : 4500, bytes_a_clock = backward ? 28 : 17;
+  constexpr int64_t step_clocks(int64_t hidden, int blocks) const {
+    const int way_between = backward ? 5200 : 4500, of_block = 2200 / blocks;
+    const int bytes_a_clock = of_block < 28 ? of_block : 28;
     const int64_t parts = backward ? cluster_blocks() : 2, values = backward ? cell.gates * hidden : hidden;
     const int64_t reads = tile.group_rows() * 2 * values / parts / bytes_a_clock;
     const int busy = tile.rounds * round_clocks(), way = round_clocks() + way_between;
