@@ -333,8 +333,8 @@ def test_large_layers_have_a_kernel(plan):
     for problem, found in zip(LARGE, plan(*LARGE), strict=True):
         assert found.algorithm == "grid" and found.large_tile >= 0, problem
         assert found.members * 16 >= problem["hidden"] and found.members <= 132, problem
-    # Clusters of eight fill 120 multiprocessors, less than 2,048 units of four gates take. A group of 1,024 rows
-    # would have launches in parts, slower than fused steps.
+    # Clusters of eight fill 120 multiprocessors, less than 2,048 units of four gates take. A group of 1,024
+    # rows would have launches in parts, slower than fused steps.
     backward = [{**problem, "backward": True} for problem in LARGE]
     for problem, found in zip(backward, plan(*backward), strict=True):
         assert (found.large_tile >= 0) == (problem["hidden"] < 2048 and problem["batch"] < 1024), problem
