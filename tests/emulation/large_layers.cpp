@@ -388,11 +388,11 @@ int main() {
   test<LstmCell, __half, 0, Reset::kNone>("lstm", {150, 72, 4, true, true, false});
   test<LstmCell, __half, 1, Reset::kNone>("lstm", {70, 128, 3, false, false, false});
   test<LstmCell, __half, 2, Reset::kNone>("lstm", {70, 64, 3, false, false, false});
-  test<LstmCell, __nv_bfloat16, 3, Reset::kBool>("lstm", {200, 64, 3, false, false, false});
-  test<LstmCell, __half, 4, Reset::kShare>("lstm", {50, 128, 4, true, false, false});
-  test<LstmCell, __half, 5, Reset::kNone>("lstm", {100, 136, 3, false, false, true});
+  test<LstmCell, __nv_bfloat16, 2, Reset::kBool>("lstm", {200, 64, 3, false, false, false});
+  test<LstmCell, __half, 3, Reset::kShare>("lstm", {50, 128, 4, true, false, false});
+  test<LstmCell, __half, 7, Reset::kNone>("lstm", {100, 136, 3, false, false, true});
   test<GruOfAll, __half, 1, Reset::kShare>("gru", {70, 128, 3, false, false, true});
-  test<GruOfAll, __half, 5, Reset::kBool>("gru", {70, 64, 3, true, false, false});
+  test<GruOfAll, __half, 7, Reset::kBool>("gru", {70, 64, 3, true, false, false});
   test<WideRnn, __half, 1, Reset::kNone>("rnn", {70, 64, 1, false, false, false});
 
   // The same, but without gradients of the output in place of states of T.

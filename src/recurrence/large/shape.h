@@ -27,10 +27,9 @@ struct LargeTile {
 // shared memory half as often. The order of several rounds hides that way behind the products of others.
 constexpr LargeTile kLargeTiles[] = {
     {32, 2, 8, 4, 2, 2, 176, 120, 40},  {32, 4, 8, 4, 2, 4, 176, 120, 40},
-    {64, 8, 8, 2, 2, 2, 192, 104, 24},  {64, 4, 8, 2, 2, 2, 192, 104, 24},
-    {32, 2, 12, 3, 2, 2, 184, 104, 40}, {64, 2, 16, 1, 2, 1, 192, 104, 24},
+    {64, 4, 8, 2, 2, 2, 192, 104, 24},  {32, 2, 12, 3, 2, 2, 184, 104, 40},
     {32, 4, 12, 3, 2, 4, 184, 104, 40}, {64, 4, 12, 2, 2, 2, 192, 104, 24},
-    {32, 2, 16, 2, 2, 2, 184, 104, 40},
+    {32, 2, 16, 2, 2, 2, 184, 104, 40}, {64, 2, 16, 1, 2, 1, 192, 104, 24},
 };
 
 // Backward, K is as long as the number of gates says. Of equally fast tiles the first is taken.
