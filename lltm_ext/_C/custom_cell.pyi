@@ -15,6 +15,7 @@ def source(
     block_threads: int = 0,
     stage: int = 0,
     heads: int = 1,
+    large_tile: int = -1,
     narrow: bool = False,
 ) -> str: ...
 def compile(
@@ -33,6 +34,7 @@ def compile(
     block_threads: int = 0,
     stage: int = 0,
     heads: int = 1,
+    large_tile: int = -1,
     narrow: bool = False,
 ) -> bytes: ...
 def compilations() -> int: ...
