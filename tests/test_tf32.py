@@ -33,6 +33,7 @@ if not _portable.in_use:  # it lacks their kernels
 # Length, batch, units: kernels of every kind (recurrence/persistent/variants.h).
 SIZES = [(20, 300, 64), (20, 16, 128), (20, 100, 128), (20, 300, 128)]
 SIZES += [(50, 32, 256), (20, 64, 512), (20, 16, 1024), (4, 256, 1024)]
+SIZES += [(9, 300, 512), (9, 96, 1024)]  # the backward is of another kind than the forward
 ops = pytest.mark.parametrize("op", OPS)
 algorithms = pytest.mark.parametrize("algorithm", ["stepwise", pytest.param("grid", marks=HOPPER)])
 

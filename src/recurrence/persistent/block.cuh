@@ -53,8 +53,7 @@ struct PersistentConfig {
   static constexpr ExchangeThrough kThrough = kShape.through();
   static constexpr int kArchitecture = kThrough == ExchangeThrough::kCluster ? 900 : 800;  // at least
 
-  // Float16's functions are more exact than a product in TF32.
-  using Math = typename MathOf<typename Conditional<kVariant.tf32, __half, T>::type>::type;
+  using Math = typename Conditional<kVariant.tf32, Tf32Math, typename MathOf<T>::type>::type;
   using Tile = BlockTile<T, kUnitTiles, kChunks>;
   template <int kInputs>
   using ExchangeOf = StateExchange<kThrough, T, kInputs, kChunks, Tile::kUnits, kShape.most_hidden(),

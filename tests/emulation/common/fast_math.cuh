@@ -13,5 +13,6 @@ struct MathOf {
 template <typename T>
 using ActivationMath = ExactMath;
 using FastMath = ExactMath;
+using Tf32Math = ExactMath;
 
 }  // namespace lltm_ext
