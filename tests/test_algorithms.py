@@ -1044,6 +1044,7 @@ def test_an_algorithm_that_cannot_run_is_refused_with_the_reason(op, algorithm):
         (DOUBLE, 64, 9),
         (torch.float32, 1032, 9),
         (torch.float16, 2056, 1),
+        (torch.bfloat16, 2048, 330),
     ):
         reason = why_not(algorithm, dtype, hidden, batch, gates=op.gates)
         assert reason

@@ -280,6 +280,22 @@ inline LargeGrid large_grid(const Problem& p, const DeviceInfo& device) {
   return best;
 }
 
+// The same for an algorithm requested by name, which must serve forward and backward.
+inline LargeGrid large_grid(const Problem& p, const DeviceInfo& device, Algorithm requested) {
+  if (requested == Algorithm::kCluster) return {};
+  const LargeGrid found = large_grid(p, device);
+  if (requested == Algorithm::kAuto) return found;
+  Problem other = p;
+  other.backward = !p.backward;
+  const auto serves_other = [&](const PersistentVariant& v) {
+    GroupGrid grid;
+    return v.algorithm == requested && fits(v, other, device, grid);
+  };
+  const bool served = large_grid(other, device).tile >= 0 ||
+                      std::any_of(std::begin(kHalfVariants), std::end(kHalfVariants), serves_other);
+  return served ? found : LargeGrid();
+}
+
 inline std::string why_not(const Problem& p, const DeviceInfo& device, Algorithm requested) {
   if (!p.cell.recurrent) return "takes cells with a product of h, got one without";
   if (p.element_size == 8) return "takes float16, bfloat16 and float32, got float64";
@@ -308,8 +324,7 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
                      std::max(problem.batch, problem.hidden) <= INT32_MAX;
   if (plan.independent) plan.tiles = plan_detail::unit_tiles(problem, device);
   if (requested == Algorithm::kStepwise) return plan;
-  const bool takes_grid = requested == Algorithm::kAuto || requested == Algorithm::kGrid;
-  const LargeGrid large = takes_grid ? plan_detail::large_grid(problem, device) : LargeGrid();
+  const LargeGrid large = plan_detail::large_grid(problem, device, requested);
   if (large.tile >= 0) {
     const LargeShape shape = plan_detail::large_shape(problem, large.tile);
     plan = {Algorithm::kGrid, -1, {2 * large.group_pairs, large.groups, shape.tile.group_rows()}};
