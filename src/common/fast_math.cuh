@@ -229,15 +229,8 @@ struct BranchlessMath : ExactMath {
 
 // The functions for cells in float32 whose products are rounded to TF32, which errs more than those for
 // float16. They save what the other functions for float32 do: another kernel may run the backward.
-struct Tf32Math : FastMath {
-  template <typename T>
-  __device__ static T folded_tanh(T y) {
-    return PlainTanh::folded_tanh(y);
-  }
-  template <typename T>
-  __device__ static T unfolded_tanh(T saved) {
-    return PlainTanh::unfolded_tanh(saved);
-  }
+struct Tf32Math : FastMath, PlainTanh {
+  using PlainTanh::folded_tanh, PlainTanh::unfolded_tanh;
 };
 
 template <typename T>

@@ -114,8 +114,8 @@ class LargeBackwardCells : LargeUnits<Config, SequenceBackwardArguments<typename
 
  public:
   __device__ LargeBackwardCells(const Arguments& args, const LargeStorage<Config>& storage,
-                                const LargePlace<Config>& place, const LargeArrivals<Config>& arrivals)
-      : Base(args, storage), rank_(place.rank), arrivals_(arrivals) {
+                                const LargePlace<Config>& place)
+      : Base(args, storage), rank_(place.rank) {
     constexpr int kLanes = LargeShape::kUnits / kUnits;  // of a row
     const int quad = lane_ % 4, lane_of_row = lane_ / 4 % kLanes;
     const int eight_rows = static_cast<int>(threadIdx.x) % 128 / (4 * kLanes);
@@ -358,7 +358,7 @@ class LargeBackwardCells : LargeUnits<Config, SequenceBackwardArguments<typename
   }
   __device__ __forceinline__ void send(int turn, int round, const Results& results) const {
     store_gates(at(args_.grad_gates, chunk_row(turn, round), kGates), round, results.gates);
-    Base::tell(round, arrivals_);
+    Base::tell(round);
   }
   __device__ __forceinline__ void store(int turn, int round, const Results& results) const {
     if constexpr (kSeparate) {
@@ -433,7 +433,6 @@ class LargeBackwardCells : LargeUnits<Config, SequenceBackwardArguments<typename
   }
 
   const int rank_;
-  const LargeArrivals<Config>& arrivals_;
   uint32_t slots_;  // of the sums that the thread reads
 };
 

@@ -33,7 +33,7 @@ struct LargeConfig {
   static constexpr int kRegisterTiles = kShape.register_tiles(), kSharedTiles = kShape.shared_tiles();
   static constexpr int kProductWarpgroups = 2, kCellWarpgroup = 2, kLoaderWarpgroup = 3;
   static_assert(kShape.exists() && kShape.shared_bytes() <= LargeShape::kMostShared - 1024);
-  static_assert(kShape.round_stages() % kShape.loading_warps() == 0);
+  static_assert(kShape.round_stages() % LargeShape::kLoadingWarps == 0);
   static_assert(2 * kTile.product_registers + kTile.cell_registers + kTile.loader_registers <= 512);
 };
 

@@ -119,16 +119,12 @@ class LargeUnits {
   // ---- what the cell writes
 
   __device__ __forceinline__ static void write(T* to, const Vector& x) { *reinterpret_cast<Vector*>(to) = x; }
-  // Once a round's results for other blocks are stored, which read them by TMA.
-  __device__ __forceinline__ void tell(int round, const LargeArrivals<Config>& arrivals) const {
+  // Once a round's results for other blocks are stored, which read them by TMA. Another warp
+  // releases them.
+  __device__ __forceinline__ void tell(int round) const {
     fence_proxy_async_global();
     __syncwarp();
-    if (lane_ != 0) return;
-    if constexpr (Config::kTile.releasing_warps > 0) {
-      mbarrier_arrive(storage_.stored(round));
-    } else {
-      red_release(arrivals.of(round, unit_), 1);
-    }
+    if (lane_ == 0) mbarrier_arrive(storage_.stored(round));
   }
 
   const Arguments& args_;

@@ -122,8 +122,8 @@ class LargeCells : LargeUnits<Config, SequenceForwardArguments<typename Config::
 
  public:
   __device__ LargeCells(const Arguments& args, const LargeStorage<Config>& storage,
-                        const LargePlace<Config>& place, const LargeArrivals<Config>& arrivals)
-      : Base(args, storage), rank_(place.rank), arrivals_(arrivals) {
+                        const LargePlace<Config>& place)
+      : Base(args, storage), rank_(place.rank) {
     const int warp = uniform_warp() % 4;
     const bool wide = kUnits == 4;
     product_warp_ = wide ? lane_ % 4 : lane_ / 2 % 4;
@@ -331,7 +331,7 @@ class LargeCells : LargeUnits<Config, SequenceForwardArguments<typename Config::
     for (int i = 0; i < 2; ++i) {
       if (exists(round, i)) write(output + i * args_.hidden, results.h[i]);
     }
-    Base::tell(round, arrivals_);
+    Base::tell(round);
   }
   __device__ __forceinline__ void store(int step, int round, const Results& results, const Live& live) const {
     const int64_t first = first_row(step) + row(round, 0);
@@ -366,7 +366,6 @@ class LargeCells : LargeUnits<Config, SequenceForwardArguments<typename Config::
     }
   }
   const int rank_;
-  const LargeArrivals<Config>& arrivals_;
   int product_warp_, quad_, eight_rows_, first_of_four_;  // whose sums the thread reads
   uint32_t slots_;
   Live live_[kInRegisters ? kRounds : 1];

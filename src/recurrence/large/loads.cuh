@@ -14,9 +14,8 @@ class LargeLoads {
   using Arguments = typename Source::Arguments;
   static constexpr LargeShape kShape = Config::kShape;
   static constexpr int kRounds = Config::kRounds, kStageTiles = Config::kTile.stage_tiles,
-                       kLoaders = kShape.loading_warps(), kReleasers = Config::kTile.releasing_warps,
-                       kOwnStages = kShape.own_stages(), kOwnTiles = kOwnStages * kStageTiles,
-                       kArrivalsAStep = kShape.arrivals_a_step();
+                       kLoaders = LargeShape::kLoadingWarps, kReleasers = LargeShape::kReleasingWarps,
+                       kOwnStages = kShape.own_stages(), kOwnTiles = kOwnStages * kStageTiles;
   static_assert(kOwnTiles <= 32, "each lane polls for one tile");
 
  public:
@@ -52,7 +51,7 @@ class LargeLoads {
       for (int round = 0; round < kRounds; ++round) {
         const unsigned* const count = arrivals_.of(round, polls ? unit : 0);
         const int stored_steps = Source::stored_steps(step);
-        const unsigned needed = static_cast<unsigned>(kArrivalsAStep) * stored_steps;
+        const unsigned needed = static_cast<unsigned>(LargeShape::kArrivalsAStep) * stored_steps;
         unsigned ready = stored_steps > 0 ? 0 : ~0u;
 #pragma unroll
         for (int i = 0; i < kOwnStages; ++i) {
@@ -101,7 +100,7 @@ class LargeLoads {
   __device__ __forceinline__ void release(const Arguments& args) const {
     const int unit = place_.first_unit(place_.rank), steps = Source::steps(args);
     for (int step = 0; step < steps; ++step) {
-      for (int round = warp_ - kLoaders; round < kRounds; round += kReleasers > 0 ? kReleasers : kRounds) {
+      for (int round = warp_ - kLoaders; round < kRounds; round += kReleasers) {
         mbarrier_wait_limited(storage_.stored(round), step & 1);
         red_release(arrivals_.of(round, unit), 1);
       }

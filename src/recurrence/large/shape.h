@@ -13,11 +13,10 @@ namespace lltm_ext {
 
 // A kernel's part of the problem. Registers are those of a thread.
 struct LargeTile {
-  int rows, rounds;     // a group has `rounds` tiles of 32 or 64 rows, which take turns
-  int k_tiles;          // in a block's part of K, each of 64
-  int stage_tiles;      // of h, or of the gates' gradients, in a stage
-  int releasing_warps;  // that release what the cells have stored, of the four that load
-  int rounds_ahead;     // whose inputs the cells' threads have begun to load
+  int rows, rounds;  // a group has `rounds` tiles of 32 or 64 rows, which take turns
+  int k_tiles;       // in a block's part of K, each of 64
+  int stage_tiles;   // of h, or of the gates' gradients, in a stage
+  int rounds_ahead;  // whose inputs the cells' threads have begun to load
   int product_registers, cell_registers, loader_registers;
 
   constexpr int group_rows() const { return rows * rounds; }
@@ -26,17 +25,16 @@ struct LargeTile {
 // Tiles of 32 rows have a shorter way from the product to the next step, those of 64 rows read weights from
 // shared memory half as often. The order of several rounds hides that way behind the products of others.
 constexpr LargeTile kLargeTiles[] = {
-    {32, 2, 8, 4, 2, 2, 176, 120, 40},  {32, 4, 8, 4, 2, 4, 176, 120, 40},
-    {64, 4, 8, 2, 2, 2, 192, 104, 24},  {32, 2, 12, 3, 2, 2, 184, 104, 40},
-    {32, 4, 12, 3, 2, 4, 184, 104, 40}, {64, 4, 12, 2, 2, 2, 192, 104, 24},
-    {32, 2, 16, 2, 2, 2, 184, 104, 40}, {64, 2, 16, 1, 2, 1, 192, 104, 24},
+    {32, 2, 8, 4, 2, 176, 120, 40},  {32, 4, 8, 4, 4, 176, 120, 40},  {64, 4, 8, 2, 2, 192, 104, 24},
+    {32, 2, 12, 3, 2, 184, 104, 40}, {32, 4, 12, 3, 4, 184, 104, 40}, {64, 4, 12, 2, 2, 192, 104, 24},
+    {32, 2, 16, 2, 2, 184, 104, 40}, {64, 2, 16, 1, 1, 192, 104, 24},
 };
 
 // Backward, K is as long as the number of gates says. Of equally fast tiles the first is taken.
 constexpr LargeTile kLargeBackwardTiles[] = {
-    {32, 4, 4, 2, 2, 4, 176, 120, 40}, {64, 4, 4, 2, 2, 2, 192, 104, 24},  {32, 4, 6, 3, 2, 4, 176, 120, 40},
-    {64, 4, 6, 3, 2, 2, 192, 104, 24}, {32, 2, 8, 4, 2, 2, 176, 120, 40},  {32, 4, 8, 4, 2, 4, 176, 120, 40},
-    {64, 4, 8, 2, 2, 2, 192, 104, 24}, {32, 2, 12, 3, 2, 2, 184, 104, 40}, {64, 2, 12, 2, 2, 2, 192, 104, 24},
+    {32, 4, 4, 2, 4, 176, 120, 40}, {64, 4, 4, 2, 2, 192, 104, 24},  {32, 4, 6, 3, 4, 176, 120, 40},
+    {64, 4, 6, 3, 2, 192, 104, 24}, {32, 2, 8, 4, 2, 176, 120, 40},  {32, 4, 8, 4, 4, 176, 120, 40},
+    {64, 4, 8, 2, 2, 192, 104, 24}, {32, 2, 12, 3, 2, 184, 104, 40}, {64, 2, 12, 2, 2, 192, 104, 24},
 };
 
 // A launch of groups that share nothing.
@@ -48,8 +46,9 @@ struct LargeGrid {
 };
 
 struct LargeShape {
-  static constexpr int kThreads = 512, kUnits = 16;  // units of a block
-  static constexpr int kTileUnits = 64;              // of a tile of K, and of a counter
+  static constexpr int kThreads = 512, kUnits = 16;             // units of a block
+  static constexpr int kLoadingWarps = 2, kReleasingWarps = 2;  // of the fourth warpgroup
+  static constexpr int kTileUnits = 64;                         // of a tile of K, and of a counter
   static constexpr int kMostShared = 227 * 1024, kMostRegisterTiles = 8, kMostStages = 24;
   static constexpr int kTileBytes = 64 * hopper::kSwizzleBytes;  // of weights: 16 units of four gates
   static constexpr int kArrivalBytes = 128;                      // of a counter, which has an L2 line
@@ -72,9 +71,8 @@ struct LargeShape {
   constexpr int shared_tiles() const { return tile.k_tiles - register_tiles(); }
 
   // ---- the ring of stages, which each loading warp fills in turn
-  constexpr int loading_warps() const { return 4 - tile.releasing_warps; }
   constexpr int round_stages() const { return tile.k_tiles / tile.stage_tiles; }
-  constexpr int own_stages() const { return round_stages() / loading_warps(); }
+  constexpr int own_stages() const { return round_stages() / kLoadingWarps; }
   constexpr int h_tile_bytes() const { return tile.rows * hopper::kSwizzleBytes; }
   constexpr int stage_bytes() const { return tile.stage_tiles * h_tile_bytes(); }
   constexpr int stages() const {
@@ -122,7 +120,7 @@ struct LargeShape {
   constexpr bool exists() const {
     return cell.recurrent && cell.gates <= 4 && !cell.mixes_units() && !cell.resets_to_initial &&
            (backward ? backward_registers() : forward_registers()) <= tile.cell_registers - 24 &&
-           stages() >= loading_warps();
+           stages() >= kLoadingWarps;
   }
   // What a cell's thread keeps in a round.
   constexpr int forward_registers() const {
@@ -156,7 +154,7 @@ struct LargeShape {
 
   // ---- the counters of what the blocks of a group have stored: of each tile of rows, one for 64 units. A
   // group has whole tiles of units, so every counter gets as many arrivals a step.
-  constexpr int arrivals_a_step() const { return tile.releasing_warps > 0 ? 4 : 16; }
+  static constexpr int kArrivalsAStep = kTileUnits / kUnits;
   constexpr int group_pairs(int64_t hidden) const {
     const int units = backward ? cluster_units() : kTileUnits;
     return static_cast<int>((hidden + units - 1) / units) * (units / (2 * kUnits));
