@@ -20,17 +20,17 @@ using namespace lltm_ext;
 
 // Each argument: hidden,batch,dense,backward,element_size,gates,capability,multiprocessors,hopper,
 // shared bytes,algorithm,states,sequences,tf32,recurrent,side by side,steps,affine,over units,heads,products,
-// units of a head in the weights of four of these
+// units of a head in the weights of four of these,whether |h| is at most 1
 int main(int count, char** questions) {
   const char* names[] = {"auto", "stepwise", "cluster", "grid"};
   for (int i = 1; i < count; ++i) {
-    int n[22];
+    int n[23];
     char* at = questions[i];
     for (int& value : n) value = std::strtol(at, &at, 10), ++at;
     const CellShape cell = {n[5], n[11], /*saved=*/n[5] + 1, 0, 0, n[14] != 0, false, false,
                             1, true, false, false, n[17] != 0, n[18] != 0, n[20], n[20], n[20], 0,
                             {0, n[20] > 0, n[20]}, {0, n[20], n[20] > 0},
-                            n[21], n[21] ? 4 : 0, {0, 1, 1}, {0, 1, 2}};
+                            n[21], n[21] ? 4 : 0, {0, 1, 1}, {0, 1, 2}, n[22] != 0};
     const Problem problem = {cell, n[0], n[1], n[2] != 0, n[3] != 0, n[4], n[12], n[13] != 0,
                              n[15] != 0, n[16], n[19]};
     const PersistentVariant* variants = problem.element_size == 2 ? kHalfVariants : kFloatVariants;
@@ -118,9 +118,22 @@ def encode(
     heads=1,
     products=0,
     head_units=0,
+    bounded=False,
 ):
     cell = states, sequences, tf32, recurrent, side_by_side, steps, affine, over_units, heads, products
-    values = (hidden, batch, dense, backward, size, gates, *chip, NAMES[algorithm], *cell, head_units)
+    values = (
+        hidden,
+        batch,
+        dense,
+        backward,
+        size,
+        gates,
+        *chip,
+        NAMES[algorithm],
+        *cell,
+        head_units,
+        bounded,
+    )
     return ",".join(str(int(value)) for value in values)
 
 
@@ -365,6 +378,20 @@ def test_large_layers_have_a_kernel(plan):
         if found.large_tile >= 0:
             assert found.members % 8 == 0 and 16 * found.members >= problem["hidden"], problem
     others = [{**problem, **other} for problem in LARGE for other in NOT_LARGE]
+    assert {found.large_tile for found in plan(*others)} == {-1}
+
+
+TF32 = {"size": 4, "tf32": True, "bounded": True}
+
+
+def test_large_layers_of_bounded_cells_have_a_kernel_forward_in_tf32(plan):
+    for problem, found in zip(LARGE, plan(*({**problem, **TF32} for problem in LARGE)), strict=True):
+        assert found.algorithm == "grid" and found.large_tile >= 0, problem
+    not_large = [other for other in NOT_LARGE if "size" not in other]
+    not_large += [{"tf32": False}, {"bounded": False}, {"backward": True}, {"size": 8}]
+    others = [{**problem, **TF32, **other} for problem in LARGE for other in not_large]
+    # An algorithm requested by name serves forward and backward.
+    others += [{**problem, **TF32, "algorithm": "grid"} for problem in LARGE]
     assert {found.large_tile for found in plan(*others)} == {-1}
 
 

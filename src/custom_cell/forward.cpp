@@ -189,6 +189,18 @@ struct Forward {
     finish_states(out, states);
   }
 
+  // The products of the first steps of a large layer in float32, whose kernel takes no h0: it may exceed 1.
+  void multiply_h0(const LargeGrid& large, const std::vector<at::Tensor>& h0,
+                   const std::vector<at::Tensor>& weights, const at::Tensor& links) const {
+    const Matmul matmul(links);
+    for (size_t i = 0; i < h0.size(); ++i) {
+      if (!h0[i].defined()) continue;
+      const int64_t columns = weights[i].size(0), size = sizes.batch * columns,
+                    at = (large.products_at + static_cast<int64_t>(i) * large.product_bytes) / 4;
+      matmul(links.narrow(0, at, size).view({sizes.batch, columns}), h0[i], weights[i].t());
+    }
+  }
+
   // Returns false, having run nothing, if the plan does not fit but another one may (try_launch_fused).
   bool try_run_fused(size_t first, size_t count, const Plan& plan) const {
     const at::Tensor first_rows = first_rows_on(outs[0].output, sizes.batch_sizes);
@@ -235,6 +247,7 @@ struct Forward {
       };
     };
     const at::Tensor links = sizes.links(plan, shape, outs[0].output);
+    if (plan.large.product_bytes > 0) multiply_h0(plan.large, h0, weights, links);
     const bool ran = try_launch_fused(
         "recurrence_forward", outs[0].output, plan, call.algorithm, count, [&](auto type, auto stream) {
           auto sequences = per_direction(type, count, arguments_of);

@@ -119,13 +119,13 @@ struct SequenceSizes {
   at::Tensor weight_hh(const Plan& plan, const Direction& d) const {
     return plan.heads > 1 ? d.weight_hh : dense_of_heads(d.weight_hh, hidden);
   }
-  // Memory for the links of a plan's tiles, for the parts of rows, or for counters; undefined if there are
-  // none.
+  // Memory for the links of a plan's tiles, for the parts of rows, or that a large layer's blocks share;
+  // undefined if there is none.
   at::Tensor links(const Plan& plan, const CellShape& shape, const at::Tensor& like) const {
-    int64_t bytes = plan.row_parts_bytes + plan.given_bytes + plan.arrival_bytes;
+    int64_t bytes = plan.row_parts_bytes + plan.given_bytes + plan.large.bytes;
     if (plan.tiles.threads > 0) bytes = plan.tiles.link_bytes(shape.live_states());
     if (bytes == 0) return {};
-    return at::empty({ceil_div(bytes, int64_t{8})}, like.options().dtype(at::kDouble));
+    return at::empty({ceil_div(bytes, int64_t{4})}, like.options().dtype(at::kFloat));
   }
   static int64_t hidden_of(const CellShape& shape, const at::Tensor& input, const Direction& d) {
     if (d.h0.defined()) return d.h0.size(1);

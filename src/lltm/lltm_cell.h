@@ -11,6 +11,7 @@ struct LltmCell : CellDefaults {
   static constexpr int kGates = 3;   // input, output, candidate
   static constexpr int kStates = 1;  // c
   static constexpr int kSaved = 4;   // sigmoid(i), sigmoid(o), elu(z), tanh(c'); all but elu(z) folded
+  static constexpr bool kBounded = true;
 
   template <typename Math, typename A>
   LLTM_HOST_DEVICE static A forward(const CellInputs<LltmCell, A>& in, A (&states)[1], A (&saved)[kSaved]) {

@@ -11,6 +11,7 @@ struct LstmCell : CellDefaults {
   static constexpr int kGates = 4;   // input, forget, cell, output
   static constexpr int kStates = 1;  // c
   static constexpr int kSaved = 5;   // the activated gates, folded; and c, from which backward recomputes c'
+  static constexpr bool kBounded = true;
 
   template <typename Math, typename A>
   LLTM_HOST_DEVICE static A forward(const CellInputs<LstmCell, A>& in, A (&states)[1], A (&saved)[kSaved]) {

@@ -60,6 +60,7 @@ struct CellShape {
   int head_units;                       // units of a head, or 0 if there are none
   int block_diagonal;                   // how many there are
   OwnCall dense_call, dense_back_call;  // as `call`, of the calls in which not all products are such
+  bool bounded;                         // whether |h| <= 1 after every step
 
   // Planes of gates that forward keeps for backward: saved values or, without a product, the projections.
   constexpr int kept_gates() const { return recurrent && wide ? 0 : gates; }
@@ -191,6 +192,12 @@ constexpr bool kIsWide = false;
 template <class Cell>
 constexpr bool kIsWide<Cell, decltype(void(Cell::kWideProjections))> = Cell::kWideProjections;
 
+// Whether a cell sets kBounded: |h| <= 1 after every step, or h is NaN, whatever the step reads.
+template <class Cell, class = void>
+constexpr bool kIsBounded = false;
+template <class Cell>
+constexpr bool kIsBounded<Cell, decltype(void(Cell::kBounded))> = Cell::kBounded;
+
 // Whether a reset of the cell leads to the initial h and states, not to zeros; a program that says so
 // specializes it. Each step of a cell with a product then hands on what the row's next step starts from: no
 // step has to reset what it reads, and products see the h that a step starts from.
@@ -233,7 +240,8 @@ constexpr CellShape kCellShape = {Cell::kGates,
                                   kHeadUnits<Cell>,
                                   block_diagonal_products<Cell>(),
                                   largest_own_call<Cell, false>(/*dense_only=*/true),
-                                  largest_own_call<Cell, true>(/*dense_only=*/true)};
+                                  largest_own_call<Cell, true>(/*dense_only=*/true),
+                                  kIsBounded<Cell>};
 
 // The type of a cell's projections in memory.
 template <class Cell, typename T>

@@ -28,7 +28,6 @@ struct Plan {
   int most_groups = 0;       // of one launch, if the groups are launched in parts; else 0
   int heads = 1;             // that a persistent kernel runs side by side, each with its block of the weights
   int64_t row_parts_bytes = 0, given_bytes = 0;  // of memory for GroupGridOfRows
-  int64_t arrival_bytes = 0;                     // of memory for a large layer's counters
   std::string why_not;                           // why the requested algorithm can't run
 
   bool is_fused() const { return runs_all_steps() || fused_step.split_k > 0 || small_batch.rows > 0; }
@@ -246,15 +245,16 @@ inline UnitTiles unit_tiles(const Problem& p, const DeviceInfo& device) {
 }
 
 inline LargeShape large_shape(const Problem& p, int tile) {
-  return {p.cell, p.backward ? kLargeBackwardTiles[tile] : kLargeTiles[tile], p.backward};
+  return {p.cell, p.backward ? kLargeBackwardTiles[tile] : kLargeTiles[tile], p.backward, p.element_size};
 }
 
-// A large layer's kernel, where it is faster than fused steps. Groups that are not resident at the same time
-// have launches one after the other.
+// A large layer's kernel, where it is faster than fused steps, or than float32's stepwise loop, which is no
+// faster than these. Groups that are not resident at the same time have launches one after the other.
 inline LargeGrid large_grid(const Problem& p, const DeviceInfo& device) {
   constexpr int64_t kLeastHidden = 512, kLeastUnits = 64 * 1024;
   const bool is_alone = p.heads == 1 && !p.side_by_side;  // two directions run one after the other
-  if (!device.has_sm90a || p.element_size != 2 || !p.dense || !is_alone) return {};
+  const bool has_type = p.element_size == 2 || (p.element_size == 4 && p.tf32);
+  if (!device.has_sm90a || !has_type || !p.dense || !is_alone) return {};
   if (p.hidden < kLeastHidden || p.hidden % 8 != 0) return {};
   if (p.batch * p.hidden < kLeastUnits || p.steps == 1) return {};
   LargeGrid best;
@@ -277,14 +277,17 @@ inline LargeGrid large_grid(const Problem& p, const DeviceInfo& device) {
     best = {i, pairs, groups, at_once};
     best_clocks = clocks;
   }
+  if (best.tile >= 0) large_shape(p, best.tile).place_memory(best, p.batch, p.hidden, p.sequences);
   return best;
 }
 
-// The same for an algorithm requested by name, which must serve forward and backward.
+// The same for an algorithm requested by name, which must serve forward and backward. Float32 has no large
+// layers backward.
 inline LargeGrid large_grid(const Problem& p, const DeviceInfo& device, Algorithm requested) {
   if (requested == Algorithm::kCluster) return {};
   const LargeGrid found = large_grid(p, device);
   if (requested == Algorithm::kAuto) return found;
+  if (p.element_size != 2) return {};
   Problem other = p;
   other.backward = !p.backward;
   const auto serves_other = [&](const PersistentVariant& v) {
@@ -330,7 +333,6 @@ inline Plan plan_recurrence(const Problem& problem, const DeviceInfo& device, Al
     plan = {Algorithm::kGrid, -1, {2 * large.group_pairs, large.groups, shape.tile.group_rows()}};
     plan.most_groups = large.groups > large.most_groups ? large.most_groups : 0;
     plan.large = large;
-    plan.arrival_bytes = shape.arrival_bytes(large);
     return plan;
   }
   // An algorithm requested by name takes the variant that kAuto would take of it, if there is one.

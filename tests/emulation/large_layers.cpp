@@ -1,6 +1,7 @@
 // The kernels of large layers on the CPU: all results of a sequence, what it saves for backward, and its
 // gradients are compared with loops over the steps.
 #include "cuda_on_cpu.h"
+#include "lltm/lltm_cell.h"
 #include "lstm/lstm_cell.h"
 #include "recurrence/large/backward.cuh"
 #include "recurrence/large/forward.cuh"
@@ -114,8 +115,8 @@ class Test {
     grid.groups = static_cast<int>(ceil_div(p.batch, kShape.tile.group_rows()));
     std::vector<unsigned> arrivals(kShape.arrival_bytes(grid) / sizeof(unsigned));
     LargeForwardArguments<T> args = {s, {}, {}, arrivals.data(), grid.group_pairs, 0};
-    args.output = map_of(output, p.length);
-    args.h0 = p.from_zeros ? args.output : map_of(h0, 1);
+    args.h = map_of(output, p.length);
+    args.h0 = p.from_zeros ? args.h : map_of(h0, 1);
     const int first_groups = (grid.groups + 1) / 2;
     for (const int groups : {first_groups, grid.groups - first_groups}) {
       if (groups == 0) break;
@@ -362,6 +363,144 @@ class BackwardTest {
   double largest = 0, largest_value = 0;
 };
 
+// The LSTM and the LLTM in float32, whose products have operands of float16. The reference is a loop in
+// float64. Errors are relative to the root mean square of what they are errors of, so that small values count
+// as much as large ones: h, the state and each of the saved values.
+struct FloatProblem {
+  int batch, hidden, length;
+  bool reverse, from_zeros;
+  float inputs = 1, h0 = 1;  // sizes
+  // Units of the third gate have projections and weights of sizes from 1e-28 to 1e20. Only that gate's saved
+  // values are compared, those of each unit apart: other values would differ where such a sum changes sign.
+  bool of_all_sizes = false;
+  float bad = 0;  // an infinity or NaN in a row of the weights
+};
+
+template <class Cell, int kTile, Reset kReset>
+class FloatTest {
+  using Config = hopper::LargeConfig<Cell, float, kTile, kReset != Reset::kNone>;
+  static constexpr LargeShape kShape = Config::kShape;
+  static constexpr int G = Cell::kGates, V = Cell::kSaved, E = kShape.cell.extra(), kThirdGate = 2;
+
+ public:
+  explicit FloatTest(const FloatProblem& problem) : p(problem) {
+    for (int64_t i = 0; i < rows && kReset == Reset::kBool; ++i) is_lost[i] = random(1) > .5f;
+    for (int64_t unit = 0; unit < p.hidden && p.of_all_sizes; ++unit) {
+      const float scale = std::vector<float>{1e20f, 1e-20f, 1e-28f, 0, 1}[unit % 5];
+      const int64_t row = kThirdGate * p.hidden + unit;
+      for (int j = 0; j < p.hidden; ++j) weight[row * p.hidden + j] *= scale;
+      for (int64_t i = 0; i < rows; ++i) gates[i * G * p.hidden + row] *= scale;
+    }
+    projections = gates;
+    if (p.bad != 0) weight[(p.hidden + 5) * p.hidden + p.hidden - 1] = p.bad;
+  }
+
+  void run() {
+    SequenceForwardArguments<float> s = {};
+    s.steps = {p.length, p.batch, p.reverse, nullptr};
+    s.hidden = p.hidden, s.save = true, s.reset_is_bool = true;
+    s.weight = weight.data();
+    if (kReset == Reset::kBool) s.reset = is_lost.data();
+    if (!p.from_zeros) s.h0 = h0.data(), s.states0 = states0.data();
+    s.gates = gates.data(), s.extra = extra.data(), s.output = output.data();
+    s.h_n = h_n.data(), s.states_n = states_n.data();
+    LargeGrid grid = {kTile, kShape.group_pairs(p.hidden)};
+    grid.groups = static_cast<int>(ceil_div(p.batch, kShape.tile.group_rows()));
+    std::vector<unsigned> arrivals(kShape.arrival_bytes(grid) / sizeof(unsigned));
+    std::vector<uint16_t> exchanged(2 * state, 0x7fff);  // NaN
+    std::vector<float> products(state * G);
+    for (int64_t i = 0; i < state * G; ++i) {
+      const float* const h = h0.data() + i / (G * p.hidden) * p.hidden;
+      products[i] = static_cast<float>(product_of(h, i % (G * p.hidden)));
+    }
+    LargeForwardArguments<float> args = {s, {}, {}, arrivals.data(), grid.group_pairs, 0};
+    args.exchanged = exchanged.data();
+    if (!p.from_zeros) args.first_products = products.data();
+    args.h = {exchanged.data(), p.hidden, p.batch, 2, p.hidden, state, kShape.tile.rows};
+    args.h0 = args.h;
+    cuda_on_cpu::run({2 * grid.group_pairs * grid.groups, kShape.threads(), /*cluster_blocks=*/2,
+                      static_cast<size_t>(kShape.shared_bytes())},
+                     [&] { hopper::run_large_forward<Config>(args); });
+  }
+
+  bool passes() {
+    std::vector<double> h(state), c(state);
+    for (int64_t i = 0; i < state && !p.from_zeros; ++i) h[i] = h0[i], c[i] = states0[i];
+    const StepOrder order = {p.length, p.batch, p.reverse, nullptr};
+    for (int k = 0; k < p.length; ++k) step(order.at(k).first, h, c);
+    for (int64_t i = 0; i < state && !p.of_all_sizes; ++i) {
+      check(0, h_n[i], h[i]), check(1, states_n[i], c[i]);
+    }
+    return difference() <= 0x1p-10 && same_classes && finite > 0;
+  }
+  double difference() const {
+    double largest = 0;
+    for (const Errors& x : of) {
+      if (x.errors > 0) largest = std::max(largest, std::sqrt(x.errors / x.squares));
+    }
+    return largest;
+  }
+
+ private:
+  struct Errors {
+    double errors = 0, squares = 0;
+  };
+
+  template <typename X>
+  double product_of(const X* h, int64_t row) const {
+    double product = 0;
+    for (int j = 0; j < p.hidden; ++j) product += static_cast<double>(h[j]) * weight[row * p.hidden + j];
+    return product;
+  }
+  void check(int kind, float found, double expected, bool may_be_folded = false) {
+    same_classes = same_classes && std::isnan(found) == std::isnan(expected);
+    if (std::isnan(expected)) return;
+    double error = std::abs(found - expected);
+    if (may_be_folded && error > .9 && error < 1.1) error = std::abs(error - 1);
+    of[kind].errors += error * error, of[kind].squares += expected * expected;
+    ++finite;
+  }
+  void step(int64_t first, std::vector<double>& h, std::vector<double>& c) {
+    const std::vector<double> old_h = h;
+    for (int64_t i = 0; i < state; ++i) {
+      const int64_t b = i / p.hidden, unit = i % p.hidden, row = first + b;
+      const bool lost = is_lost[row];
+      CellInputs<Cell, double> in;
+      for (int g = 0; g < G; ++g) {
+        in.x[g] = projections[(row * G + g) * p.hidden + unit];
+        if (!lost) in.x[g] += product_of(old_h.data() + b * p.hidden, g * p.hidden + unit);
+      }
+      double mine[1] = {lost ? 0 : c[i]}, saved[V];
+      h[i] = Cell::template forward<ExactMath>(in, mine, saved);
+      c[i] = mine[0];
+      if (p.of_all_sizes) {
+        check(unit, gates[(row * G + kThirdGate) * p.hidden + unit], saved[kThirdGate]);
+        continue;
+      }
+      check(0, output[row * p.hidden + unit], h[i]);
+      for (int v = 0; v < V; ++v) {
+        check(2 + v,
+              v < G ? gates[(row * G + v) * p.hidden + unit] : extra[(row * E + v - G) * p.hidden + unit],
+              saved[v], /*may_be_folded=*/true);
+      }
+    }
+  }
+
+  const FloatProblem p;
+  const int64_t rows = int64_t{p.length} * p.batch, state = int64_t{p.batch} * p.hidden;
+  std::vector<float> gates = randoms<float>(rows * G * p.hidden, p.inputs), projections,
+                     weight = randoms<float>(int64_t{G} * p.hidden * p.hidden, 1.7f / std::sqrt(p.hidden));
+  const std::vector<float> h0 = randoms<float>(state, p.h0), states0 = randoms<float>(state, p.inputs);
+  std::vector<char> is_lost = std::vector<char>(rows);
+  // What the kernel does not write is NaN.
+  std::vector<float> extra = randoms<float>(rows * E * p.hidden, NAN),
+                     output = randoms<float>(rows * p.hidden, NAN), h_n = randoms<float>(state, NAN),
+                     states_n = h_n;
+  std::vector<Errors> of = std::vector<Errors>(2 + V + p.hidden);
+  bool same_classes = true;
+  int64_t finite = 0;
+};
+
 int failed = 0;
 void report(const char* name, int tile, double difference, bool passes) {
   std::printf("%s, tile %d: differs by %.2g%s\n", name, tile, difference, passes ? "" : ", FAILED");
@@ -373,6 +512,13 @@ void test(const char* name, const Problem& problem) {
   test.run();
   const bool passes = test.passes();
   report(name, kTile, test.largest_difference(), passes);
+}
+template <class Cell, int kTile, Reset kReset = Reset::kNone>
+void test_float(const char* name, const FloatProblem& problem) {
+  FloatTest<Cell, kTile, kReset> test(problem);
+  test.run();
+  const bool passes = test.passes();
+  report(name, kTile, test.difference(), passes);
 }
 template <class Cell, typename T, int kTile, Reset kReset>
 void test_backward(const char* name, const Problem& problem) {
@@ -394,6 +540,23 @@ int main() {
   test<GruOfAll, __half, 1, Reset::kShare>("gru", {70, 128, 3, false, false, true});
   test<GruOfAll, __half, 7, Reset::kBool>("gru", {70, 64, 3, true, false, false});
   test<WideRnn, __half, 1, Reset::kNone>("rnn", {70, 64, 1, false, false, false});
+
+  // A batch, a hidden size, steps; whether in reverse, and from zeros
+  test_float<LstmCell, 0>("float32", {150, 72, 6, true, false});
+  test_float<LstmCell, 1>("float32", {250, 64, 4, false, false});
+  test_float<LstmCell, 2>("float32", {70, 128, 7, false, true});
+  test_float<LltmCell, 2, Reset::kBool>("float32 lltm, resets", {130, 72, 6, true, false});
+  test_float<LstmCell, 3>("float32", {34, 136, 4, false, false});
+  test_float<LstmCell, 4>("float32", {70, 64, 4, false, false});
+  test_float<LstmCell, 5>("float32", {70, 64, 4, false, false});
+  test_float<LstmCell, 6>("float32", {34, 64, 4, false, false});
+  test_float<LstmCell, 7>("float32", {100, 136, 4, true, false});
+  test_float<LstmCell, 0>("float32, h0 of 1e5", {40, 128, 5, false, false, 1, 1e5f});
+  test_float<LstmCell, 0>("float32, inputs of 1e-8", {40, 128, 5, false, true, 1e-8f});
+  test_float<LltmCell, 0>("float32 lltm, weights of all sizes", {40, 128, 2, false, false, 1, 1, true});
+  test_float<LstmCell, 0>("float32, infinity", {40, 128, 4, false, false, 1, 1, false, INFINITY});
+  test_float<LstmCell, 0>("float32, infinity", {40, 128, 2, false, true, 1, 1, false, -INFINITY});
+  test_float<LstmCell, 0>("float32, NaN", {40, 128, 2, false, false, 1, 1, false, NAN});
 
   // The same, but without gradients of the output in place of states of T.
   test_backward<LstmCell, __half, 1, Reset::kNone>("lstm backward", {70, 72, 4, true, true, false});

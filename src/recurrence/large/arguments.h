@@ -9,9 +9,13 @@ namespace lltm_ext {
 template <typename T>
 struct LargeForwardArguments {
   SequenceForwardArguments<T> s;
-  alignas(128) CUtensorMap h0, output;  // h0 is a copy of `output` if the sequence starts from zeros
-  unsigned* arrivals;                   // zeros, LargeShape::arrival_bytes()
-  int group_pairs, first_group;         // the first group of this launch
+  alignas(128) CUtensorMap h0,
+      h;                         // `h`: s.output or `exchanged`; h0: a copy of it if there is no such product
+  unsigned* arrivals;            // zeros, LargeShape::arrival_bytes()
+  int group_pairs, first_group;  // the first group of this launch
+  // Of float32:
+  void* exchanged;          // [2, B, H] of float16, in which blocks exchange h (LargeExchange)
+  const T* first_products;  // [B, G, H] of h0, or null for zeros
 };
 
 template <typename T>

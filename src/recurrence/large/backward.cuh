@@ -113,9 +113,9 @@ class LargeBackwardCells : LargeUnits<Config, SequenceBackwardArguments<typename
   static_assert(kAhead <= kRounds);
 
  public:
-  __device__ LargeBackwardCells(const Arguments& args, const LargeStorage<Config>& storage,
+  __device__ LargeBackwardCells(const LargeBackwardArguments<T>& args, const LargeStorage<Config>& storage,
                                 const LargePlace<Config>& place)
-      : Base(args, storage), rank_(place.rank) {
+      : Base(args.s, storage), rank_(place.rank) {
     constexpr int kLanes = LargeShape::kUnits / kUnits;  // of a row
     const int quad = lane_ % 4, lane_of_row = lane_ / 4 % kLanes;
     const int eight_rows = static_cast<int>(threadIdx.x) % 128 / (4 * kLanes);
@@ -310,7 +310,7 @@ class LargeBackwardCells : LargeUnits<Config, SequenceBackwardArguments<typename
 #pragma unroll
         for (int o = 0; o < kOutputs; ++o) gradient_of_output<Cell>(of_h, states, o) += outputs[o][u];
         if constexpr (Cell::kReadsH) of_h += live[kStates][value];
-        Cell::template backward<typename MathOf<T>::type>(of_saved, in, of_h, states, grads[e]);
+        Cell::template backward<typename Config::Math>(of_saved, in, of_h, states, grads[e]);
 #pragma unroll
         for (int s = 0; s < kStates; ++s) live[s][value] = keep(states[s], lost);
         if constexpr (Cell::kReadsH) live[kStates][value] = keep(grads[e].h, lost);

@@ -23,9 +23,13 @@ template <class Cell_, typename T_, int kTileIndex, bool kHasResets_ = false, bo
 struct LargeConfig {
   using Cell = Cell_;
   using T = T_;
+  // Of the products. h and weights of float32 are scaled (LargeExchange, LargeRowScale).
+  using Operand = typename Conditional<sizeof(T) == 2, T, __half>::type;
+  static constexpr bool kIsScaled = sizeof(T) > 2;
+  using Math = typename Conditional<kIsScaled, Tf32Math, typename MathOf<T>::type>::type;
   static constexpr bool kHasResets = kHasResets_;
   static constexpr LargeTile kTile = kBackward ? kLargeBackwardTiles[kTileIndex] : kLargeTiles[kTileIndex];
-  static constexpr LargeShape kShape = {kCellShape<Cell>, kTile, kBackward};
+  static constexpr LargeShape kShape = {kCellShape<Cell>, kTile, kBackward, sizeof(T)};
   static constexpr int kClusterBlocks = kShape.cluster_blocks();
   static constexpr int kRows = kTile.rows, kRounds = kTile.rounds, kGates = Cell::kGates;
   static constexpr int kStages = kShape.stages(), kStageBytes = kShape.stage_bytes(),

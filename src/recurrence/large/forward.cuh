@@ -1,6 +1,6 @@
-// The whole sequence of a large layer forward, for half types on Hopper: a persistent kernel whose blocks
-// keep all of the recurrent weight on the chip and exchange h through L2. docs/design/recurrence.md has the
-// counts.
+// The whole sequence of a large layer forward, for half types and TF32 on Hopper: a persistent kernel whose
+// blocks keep all of the recurrent weight on the chip and exchange h through L2. docs/design/recurrence.md
+// has the counts.
 //
 // From the product of a tile of rows to its next step it is a long way: the halves of the sums meet in the
 // block that computes the cell, h is stored, the blocks of the group are told, and load it by TMA. Meanwhile
@@ -11,6 +11,48 @@
 
 namespace lltm_ext {
 namespace hopper {
+
+// float32 where TF32 is allowed: float16 has as many significant bits as TF32, in half of the bytes, so the
+// products are as exact if exponents fit. h is at most 1 in size (kIsBounded) but in the first
+// step, whose product the host computes. It is multiplied by 2^14 and keeps its bits down to 2^-28; below,
+// the error is at most 2^-39. Each row of a block's part of the weights is multiplied by a power of two
+// (LargeRowScale), which the sums are divided by. Sums are below 2^30 times their length.
+//
+// Of float32, blocks exchange h apart from the output. Two planes suffice, one for even steps and one for odd
+// ones. A block stores h of step s + 2, of a round, after its sums of that step, whose loads have waited for
+// h of step s + 1 of every block of the group. Each of these stored it after its own sums of step s + 1, for
+// which its cluster had read all of h of step s. So no block will read what is overwritten. This holds for
+// each round apart: rounds share no rows, and blocks that are ahead in one round overwrite nothing of
+// another. The counters order the accesses: a block has read (full barriers), sends sums, stores, releases;
+// the other one acquires, loads, multiplies, stores.
+struct LargeExchange {
+  static constexpr float kScale = 0x1p14f;
+  __device__ static int plane(int step) { return step % 2; }
+};
+
+// The power of two that brings the largest entry of a row of weights into [2^14, 2^15), as that entry's
+// exponent. Infinities and NaN stay what they are, and do not count. Rows of entries below 2^-98 count as
+// larger ones, so that all factors are normal numbers.
+class LargeRowScale {
+  static constexpr unsigned kLeast = 29, kMantissa = 23;
+
+ public:
+  // The bits of a finite entry's size are in the order of the sizes.
+  __device__ __forceinline__ static unsigned larger(unsigned largest, float x) {
+    const unsigned size = __float_as_uint(x) & 0x7fffffffu;
+    return size < 0x7f800000u ? max(largest, size) : largest;
+  }
+  __device__ __forceinline__ explicit LargeRowScale(unsigned largest)
+      : exponent_(max(largest >> kMantissa, kLeast)) {}
+  __device__ __forceinline__ float of_weights() const {
+    return __uint_as_float((127 + 127 + 14 - exponent_) << kMantissa);
+  }
+  // The bits of what turns sums into those of h and the weights. The lower half is zeros.
+  __device__ __forceinline__ unsigned of_sums() const { return (exponent_ - 14 - 14) << kMantissa; }
+
+ private:
+  const unsigned exponent_;  // with its bias of 127
+};
 
 // What products read: the h of the step before.
 template <class Config>
@@ -24,9 +66,10 @@ class LargeH {
 
   // Rows after the batch are zeros, and so is h before a step that has none.
   __device__ __forceinline__ LargeH(const Arguments& args, int step, int row)
-      : map_(step == 0 ? &args.h0 : &args.output),
-        row_(step == 0 && !args.s.h0 ? args.s.steps.batch : row),
+      : map_(step == 0 ? &args.h0 : &args.h),
+        row_(step == 0 && (Config::kIsScaled || !args.s.h0) ? args.s.steps.batch : row),
         plane_(step == 0              ? 0
+               : Config::kIsScaled    ? LargeExchange::plane(step - 1)
                : args.s.steps.reverse ? args.s.steps.length - step
                                       : step - 1) {}
   __device__ __forceinline__ void load(unsigned char* to, int k_tile, uint64_t* full) const {
@@ -43,13 +86,13 @@ template <class Config>
 class LargeProducts : LargeProduct<Config> {
   using Base = LargeProduct<Config>;
   using Base::kRows, Base::kTiles, Base::storage_, Base::place_, Base::warpgroup_, Base::warp_, Base::lane_;
-  using typename Base::T;
+  using typename Base::T, typename Base::Operand;
 
  public:
   using Base::Base;
 
   __device__ __forceinline__ void run(const LargeForwardArguments<T>& args) {
-    Base::load_weights([&](int tile, int step) { return weights_at(args.s, tile, step); });
+    load_weights(args.s);
     const Partials partials = where_partials_go();
     PipelineState<Config::kStages> ring;
     uint32_t free_parity = 1;
@@ -58,6 +101,7 @@ class LargeProducts : LargeProduct<Config> {
     for (int i = 0; i < products; ++i) {
       float d[kRows / 2];
       Base::multiply(d, ring);
+      if constexpr (Config::kIsScaled) scale(d);
       mbarrier_wait(storage_.partials_free(warpgroup_), free_parity);
       free_parity ^= 1;
       send(d, partials);
@@ -70,17 +114,56 @@ class LargeProducts : LargeProduct<Config> {
     bool in_other_block;
   };
 
-  // Rows of a warp: four units of the first gate, then those of the next one. A missing gate has zeros.
-  __device__ __forceinline__ uint4 weights_at(const SequenceForwardArguments<T>& s, int tile,
-                                              int step) const {
+  // Rows of a warp: four units of the first gate, then those of the next one. A missing gate has zeros. A
+  // lane has two rows, whose addresses are computed once: for each load they would take most of the kernel's
+  // code.
+  __device__ __forceinline__ void load_weights(const SequenceForwardArguments<T>& s) {
     const int unit = place_.first_unit(warpgroup_) + 4 * warp_ + lane_ / 4 % 4, gate = lane_ / 16;
-    const int k = (place_.rank * kTiles + tile) * kTileK + step * 16 + 2 * (lane_ % 4);
-    const auto pair_at = [&](int gate, int k) -> unsigned {
-      if (unit >= s.hidden || gate >= Config::kGates || k >= s.hidden) return 0;
-      const int64_t row = int64_t{gate} * s.hidden + unit;
-      return *reinterpret_cast<const unsigned*>(s.weight + row * s.hidden + k);
+    const int first_k = place_.rank * kTiles * kTileK + 2 * (lane_ % 4);
+    const T* const weights = s.weight + (int64_t{gate} * s.hidden + unit) * s.hidden + first_k;
+    const T* const of_gate_after_next = weights + int64_t{2} * s.hidden * s.hidden;
+    const auto k_of = [&](int gate) {
+      return unit < s.hidden && gate < Config::kGates ? s.hidden - first_k : 0;
     };
-    return make_uint4(pair_at(gate, k), pair_at(gate + 2, k), pair_at(gate, k + 8), pair_at(gate + 2, k + 8));
+    const int end = k_of(gate), end_after_next = k_of(gate + 2);
+    float x = 1, y = 1;
+    if constexpr (Config::kIsScaled) {
+      const LargeRowScale row(largest(weights, end)),
+          row_after_next(largest(of_gate_after_next, end_after_next));
+      scale_of_sums_ = row.of_sums() >> 16 | row_after_next.of_sums();
+      x = row.of_weights(), y = row_after_next.of_weights();
+    }
+    Base::load_weights([&](int tile, int step) {
+      const int k = tile * kTileK + 16 * step;
+      return make_uint4(pair_at(weights, k, end, x), pair_at(of_gate_after_next, k, end_after_next, y),
+                        pair_at(weights, k + 8, end, x),
+                        pair_at(of_gate_after_next, k + 8, end_after_next, y));
+    });
+  }
+  // The bits of the largest size in a row's part of K, which the four lanes of a quad have.
+  __device__ __forceinline__ static unsigned largest(const T* weights, int end) {
+    const int k_end = end < kTiles * kTileK ? end : kTiles * kTileK;
+    unsigned bits = 0;
+#pragma unroll 8
+    for (int k = 0; k < k_end; k += 8) {
+      const float2 x = read_pair(weights + k).widen();
+      bits = LargeRowScale::larger(LargeRowScale::larger(bits, x.x), x.y);
+    }
+    bits = max(bits, __shfl_xor_sync(~0u, bits, 1));
+    return max(bits, __shfl_xor_sync(~0u, bits, 2));
+  }
+  __device__ __forceinline__ static unsigned pair_at(const T* weights, int k, int end, float scale) {
+    if (k >= end) return 0;
+    if constexpr (!Config::kIsScaled) return *reinterpret_cast<const unsigned*>(weights + k);
+    const float2 x = read_pair(weights + k).widen();
+    const Pair<Operand> pair = Pair<Operand>::of(x.x * scale, x.y * scale);
+    return reinterpret_cast<const unsigned&>(pair);
+  }
+  // A lane's sums are of two rows of the weights in turn.
+  __device__ __forceinline__ void scale(float (&d)[kRows / 2]) const {
+    const float x = __uint_as_float(scale_of_sums_ << 16), y = __uint_as_float(scale_of_sums_ & 0xffff0000u);
+#pragma unroll
+    for (int i = 0; i < kRows / 2; i += 4) d[i] *= x, d[i + 1] *= x, d[i + 2] *= y, d[i + 3] *= y;
   }
 
   __device__ __forceinline__ Partials where_partials_go() const {
@@ -102,6 +185,8 @@ class LargeProducts : LargeProduct<Config> {
     __syncwarp();
     if (lane_ == 0) mbarrier_arrive(storage_.partials_full());
   }
+
+  unsigned scale_of_sums_;  // two powers of two, whose lower halves are zeros, in one register
 };
 
 // The warpgroup that computes the cell.
@@ -121,9 +206,9 @@ class LargeCells : LargeUnits<Config, SequenceForwardArguments<typename Config::
   static constexpr bool kOutputApart = kShape.cell.has_output_apart();
 
  public:
-  __device__ LargeCells(const Arguments& args, const LargeStorage<Config>& storage,
+  __device__ LargeCells(const LargeForwardArguments<T>& args, const LargeStorage<Config>& storage,
                         const LargePlace<Config>& place)
-      : Base(args, storage), rank_(place.rank) {
+      : Base(args.s, storage), large_args_(args), rank_(place.rank) {
     const int warp = uniform_warp() % 4;
     const bool wide = kUnits == 4;
     product_warp_ = wide ? lane_ % 4 : lane_ / 2 % 4;
@@ -155,7 +240,7 @@ class LargeCells : LargeUnits<Config, SequenceForwardArguments<typename Config::
 
   // What a round reads besides the sums.
   struct Inputs {
-    Projections projections[2][kGates];
+    Projections projections[2][kGates];  // those of float32 take too many registers, and are read later
     Vector steps[2][at_least_one(Cell::kStepInputs)];
     float lost[2];
   };
@@ -204,7 +289,7 @@ class LargeCells : LargeUnits<Config, SequenceForwardArguments<typename Config::
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int g = 0; g < kGates; ++g) to.projections[i][g] = projections(round, i, g);
+      for (int g = 0; g < kGates && !Config::kIsScaled; ++g) to.projections[i][g] = projections(round, i, g);
 #pragma unroll
       for (int k = 0; k < Cell::kStepInputs; ++k) to.steps[i][k] = step_inputs(round, i, k);
     }
@@ -245,9 +330,12 @@ class LargeCells : LargeUnits<Config, SequenceForwardArguments<typename Config::
     for (int pair = 0; pair < kUnits / 2; ++pair) {
       float sums[2][2][kGates];
       read_sums(sums, pair);
+      if constexpr (Config::kIsScaled) {
+        if (step == 0 && large_args_.first_products) take_first_products(sums, round, pair);
+      }
       if (pair == kUnits / 2 - 1) free_partials();
 #pragma unroll
-      for (int i = 0; i < 2; ++i) run_pair(sums[i], pair, i, inputs, live, results);
+      for (int i = 0; i < 2; ++i) run_pair(sums[i], pair, round, i, inputs, live, results);
     }
     send(step, round, results);
     // What no other block waits for comes after the release, which waits for the stores before it.
@@ -271,6 +359,20 @@ class LargeCells : LargeUnits<Config, SequenceForwardArguments<typename Config::
       }
     }
   }
+  // In place of sums of zeros, which infinite weights make NaN.
+  __device__ __forceinline__ void take_first_products(float (&sums)[2][2][kGates], int round,
+                                                      int pair) const {
+    const T* const products = at(large_args_.first_products, row(round, 0), kGates) + 2 * pair;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (!exists(round, i)) continue;
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) {
+        const float2 x = read_pair(products + (i * kGates + g) * args_.hidden).widen();
+        sums[i][0][g] = x.x, sums[i][1][g] = x.y;
+      }
+    }
+  }
   // Both blocks' warpgroups that have multiplied this block's units may send again.
   __device__ __forceinline__ void free_partials() const {
     __syncwarp();
@@ -278,17 +380,17 @@ class LargeCells : LargeUnits<Config, SequenceForwardArguments<typename Config::
   }
 
   // The cell of two units of row i.
-  __device__ __forceinline__ void run_pair(const float (&sums)[2][kGates], int pair, int i,
+  __device__ __forceinline__ void run_pair(const float (&sums)[2][kGates], int pair, int round, int i,
                                            const Inputs& inputs, Live& live, Results& results) const {
     float h[2], saved[2][kSavedOrOne], states[2][kStatesOrOne];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       CellInputs<Cell, float> in;
-      fill(in, sums[e], 2 * pair + e, i, inputs, live);
+      fill(in, sums[e], 2 * pair + e, round, i, inputs, live);
       const int value = i * kUnits + 2 * pair + e;
 #pragma unroll
       for (int s = 0; s < kStates; ++s) states[e][s] = keep(live[s][value], inputs.lost[i]);
-      h[e] = Cell::template forward<typename MathOf<T>::type>(in, states[e], saved[e]);
+      h[e] = Cell::template forward<typename Config::Math>(in, states[e], saved[e]);
 #pragma unroll
       for (int s = 0; s < kStates; ++s) live[s][value] = states[e][s];
     }
@@ -306,11 +408,11 @@ class LargeCells : LargeUnits<Config, SequenceForwardArguments<typename Config::
     }
   }
   __device__ __forceinline__ void fill(CellInputs<Cell, float>& in, const float (&sums)[kGates], int unit,
-                                       int i, const Inputs& inputs, const Live& live) const {
+                                       int round, int i, const Inputs& inputs, const Live& live) const {
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
       const float product = keep(sums[g], inputs.lost[i]);  // it is linear in h, so it loses what h does
-      in.x[g] = inputs.projections[i][g][unit];
+      in.x[g] = Config::kIsScaled ? projections(round, i, g)[unit] : inputs.projections[i][g][unit];
       if constexpr (Cell::kSeparate) {
         in.r[g] = product;
       } else {
@@ -326,14 +428,37 @@ class LargeCells : LargeUnits<Config, SequenceForwardArguments<typename Config::
   // ---- what the cell writes
 
   __device__ __forceinline__ void send(int step, int round, const Results& results) const {
+    if constexpr (Config::kIsScaled) {
+      exchange(step, round, results);
+    } else {
+      store_output(step, round, results);
+    }
+    Base::tell(round, arrivals_);
+  }
+  __device__ __forceinline__ void store_output(int step, int round, const Results& results) const {
     T* const output = at(args_.output, first_row(step) + row(round, 0));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (exists(round, i)) write(output + i * args_.hidden, results.h[i]);
     }
-    Base::tell(round);
+  }
+  __device__ __forceinline__ void exchange(int step, int round, const Results& results) const {
+    using Operand = typename Config::Operand;
+    Operand* const to = at(static_cast<Operand*>(large_args_.exchanged),
+                           int64_t{LargeExchange::plane(step)} * args_.steps.batch + row(round, 0));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      UnitVector<Operand, kUnits> h;
+#pragma unroll
+      for (int pair = 0; pair < kUnits / 2; ++pair) {
+        const float2 x = results.h[i].pairs[pair].widen();
+        h.pairs[pair] = Pair<Operand>::of(x.x * LargeExchange::kScale, x.y * LargeExchange::kScale);
+      }
+      if (exists(round, i)) *reinterpret_cast<UnitVector<Operand, kUnits>*>(to + i * args_.hidden) = h;
+    }
   }
   __device__ __forceinline__ void store(int step, int round, const Results& results, const Live& live) const {
+    if constexpr (Config::kIsScaled) store_output(step, round, results);
     const int64_t first = first_row(step) + row(round, 0);
     T *const outputs = at(args_.output_apart, first, kOutputs), *const gates = at(args_.gates, first, kGates),
              *const extra = at(args_.extra, first, kExtra);
@@ -365,6 +490,7 @@ class LargeCells : LargeUnits<Config, SequenceForwardArguments<typename Config::
                           make_float2(x[0], x[1]));
     }
   }
+  const LargeForwardArguments<T>& large_args_;
   const int rank_;
   int product_warp_, quad_, eight_rows_, first_of_four_;  // whose sums the thread reads
   uint32_t slots_;

@@ -22,7 +22,7 @@ __device__ __forceinline__ void run_large(const typename Source::Arguments& args
     LargeLoads<Config, Source>(storage, place, arrivals).run(args);
   } else if (warpgroup == Config::kCellWarpgroup) {
     setmaxnreg_dec<Config::kTile.cell_registers>();
-    Cells(args.s, storage, place).run();
+    Cells(args, storage, place).run();
   } else {
     setmaxnreg_inc<Config::kTile.product_registers>();
     Products(storage, place, warpgroup).run(args);

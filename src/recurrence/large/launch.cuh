@@ -17,7 +17,7 @@ namespace lltm_ext {
 template <class Cell, typename T, bool kBackward, int kTile>
 const void* large_kernel() {
   constexpr LargeTile kSizes = kBackward ? kLargeBackwardTiles[kTile] : kLargeTiles[kTile];
-  if constexpr (!LargeShape{kCellShape<Cell>, kSizes, kBackward}.exists()) {
+  if constexpr (!LargeShape{kCellShape<Cell>, kSizes, kBackward, sizeof(T)}.exists()) {
     return nullptr;
   } else if constexpr (kBackward) {
     using Config = hopper::LargeBackwardConfig<Cell, T, kTile>;
@@ -34,18 +34,20 @@ const void* large_kernel(int tile, std::index_sequence<kTiles...>) {
 
 template <class Cell, template <typename> class Arguments, typename T>
 cudaError_t launch_large_layers(const PerDirection<Arguments<T>>& sequences, const LargeGrid& grid,
-                                void* arrivals, cudaStream_t stream) {
+                                void* memory, cudaStream_t stream) {
   constexpr bool kBackward = std::is_same_v<Arguments<T>, SequenceBackwardArguments<T>>;
   constexpr std::make_index_sequence<kBackward ? std::size(kLargeBackwardTiles) : std::size(kLargeTiles)>
       kTiles;
   return run_large_layers(large_kernel<Cell, T, kBackward>(grid.tile, kTiles), kCellShape<Cell>, sequences,
-                          grid, arrivals, stream);
+                          grid, memory, stream);
 }
 
 }  // namespace lltm_ext
 
-#define INSTANTIATE_LARGE_LAYER(Cell, T)                                                                     \
+#define INSTANTIATE_LARGE_LAYER_FORWARD(Cell, T)                                                             \
   template cudaError_t lltm_ext::launch_large_layers<Cell>(const PerDirection<SequenceForwardArguments<T>>&, \
-                                                           const LargeGrid&, void*, cudaStream_t);           \
-  template cudaError_t lltm_ext::launch_large_layers<Cell>(                                                  \
+                                                           const LargeGrid&, void*, cudaStream_t);
+#define INSTANTIATE_LARGE_LAYER(Cell, T)                    \
+  INSTANTIATE_LARGE_LAYER_FORWARD(Cell, T)                  \
+  template cudaError_t lltm_ext::launch_large_layers<Cell>( \
       const PerDirection<SequenceBackwardArguments<T>>&, const LargeGrid&, void*, cudaStream_t);

@@ -21,6 +21,7 @@ class LargeProduct {
 
  protected:
   using T = typename Config::T;
+  using Operand = typename Config::Operand;
   static constexpr LargeShape kShape = Config::kShape;
   static constexpr int kRows = Config::kRows, kTiles = Config::kTile.k_tiles, kSteps = kTileK / 16,
                        kStageTiles = Config::kTile.stage_tiles, kRoundStages = kShape.round_stages();
@@ -108,11 +109,11 @@ class LargeProduct {
       const uint64_t b = matrix_descriptor(h + step * 32, kBlockBytes);
       const bool adds = tile + step > 0;
       if (in_registers(tile)) {
-        WgmmaOfRegisters<T, kRows>::run(d, weights_[registers_before(tile)][step], b, adds);
+        WgmmaOfRegisters<Operand, kRows>::run(d, weights_[registers_before(tile)][step], b, adds);
       } else {
         const uint32_t at = shared_weights + (tile - registers_before(tile)) * LargeShape::kTileBytes;
         const uint64_t a = matrix_descriptor(at + step * 32, kBlockBytes);
-        Wgmma<T, kRows, false, false>::run(d, a, b, adds);
+        Wgmma<Operand, kRows, false, false>::run(d, a, b, adds);
       }
     }
   }

@@ -43,6 +43,9 @@ struct LargeGrid {
   int group_pairs = 0;  // of blocks of a group
   int groups = 0;
   int most_groups = 0;  // that are resident at the same time, and so of one launch
+  // The memory that its blocks share: counters; of float32, the exchanged h and each sequence's product
+  // with h0, from these bytes on.
+  int64_t exchanged_at = 0, products_at = 0, product_bytes = 0, bytes = 0;
 };
 
 struct LargeShape {
@@ -56,6 +59,7 @@ struct LargeShape {
   CellShape cell;
   LargeTile tile;
   bool backward = false;
+  int element_size = 2;  // of the tensors; weights and h have two bytes on the chip
 
   // ---- clusters, which have 16 units for each of their blocks
   constexpr int cluster_blocks() const { return backward ? 8 : 2; }
@@ -85,17 +89,17 @@ struct LargeShape {
   constexpr int values_of_thread() const { return 2 * units_of_thread(); }
   // What the cells of a round read, in shared memory.
   constexpr int projection_bytes() const {
-    return 128 * values_of_thread() * cell.gates * (cell.wide ? 4 : 2);
+    return 128 * values_of_thread() * cell.gates * (cell.wide ? 4 : element_size);
   }
   constexpr int input_bytes() const {
-    const int values = 128 * values_of_thread() * 2;
+    const int values = 128 * values_of_thread() * element_size;
     if (backward) return values * (cell.saved + cell.outputs + cell.step_inputs);
     return projection_bytes() + values * cell.step_inputs;
   }
   constexpr int saved_registers() const {
-    return (cell.saved + (cell.outputs_h ? 0 : cell.outputs)) * values_of_thread() / 2;
+    return (cell.saved + (cell.outputs_h ? 0 : cell.outputs)) * values_of_thread() * element_size / 4;
   }
-  constexpr int parameter_registers() const { return cell.parameters * units_of_thread() / 2; }
+  constexpr int parameter_registers() const { return cell.parameters * units_of_thread() * element_size / 4; }
   // States and h, where cells read it, stay in registers if there are few. Their gradients do not.
   constexpr bool live_in_registers() const {
     return !backward && cell.live_states() * values_of_thread() * tile.rounds <= 16;
@@ -118,7 +122,8 @@ struct LargeShape {
 
   // Whether there is such a kernel.
   constexpr bool exists() const {
-    return cell.recurrent && cell.gates <= 4 && !cell.mixes_units() && !cell.resets_to_initial &&
+    const bool has_type = element_size == 2 || (element_size == 4 && cell.bounded && !backward);
+    return has_type && cell.recurrent && cell.gates <= 4 && !cell.mixes_units() && !cell.resets_to_initial &&
            (backward ? backward_registers() : forward_registers()) <= tile.cell_registers - 24 &&
            stages() >= kLoadingWarps;
   }
@@ -161,6 +166,13 @@ struct LargeShape {
   }
   constexpr int64_t arrival_bytes(const LargeGrid& grid) const {
     return int64_t{kArrivalBytes} * grid.groups * tile.rounds * (grid.group_pairs / 2);
+  }
+  constexpr void place_memory(LargeGrid& grid, int64_t batch, int64_t hidden, int sequences) const {
+    const int64_t state = element_size == 4 ? batch * hidden : 0, in_lines = kArrivalBytes;
+    grid.exchanged_at = arrival_bytes(grid);
+    grid.products_at = grid.exchanged_at + ceil_div(2 * state * 2, in_lines) * in_lines;
+    grid.product_bytes = ceil_div(state * cell.gates * 4, in_lines) * in_lines;
+    grid.bytes = grid.products_at + sequences * grid.product_bytes;
   }
 };
 

@@ -16,9 +16,13 @@ namespace lltm_ext {
 #ifdef LLTM_EXT_SM90A
 template <typename T>
 constexpr bool kHasFusedSteps = sizeof(T) == 2;
+template <class Cell, typename T>
+constexpr bool kHasLargeForward = sizeof(T) == 2 || kIsBounded<Cell>;
 #else
 template <typename T>
 constexpr bool kHasFusedSteps = false;
+template <class Cell, typename T>
+constexpr bool kHasLargeForward = false;
 #endif
 
 // The kernels of T's variants, in the order of their table.
@@ -71,7 +75,7 @@ cudaError_t launch_sequence(const Kernels& kernels, const PerDirection<Arguments
 template <class Cell, typename T>
 cudaError_t launch_sequence_forward(const PerDirection<SequenceForwardArguments<T>>& sequences,
                                     const Plan& plan, void* links, cudaStream_t stream) {
-  if constexpr (kHasFusedSteps<T>) {
+  if constexpr (kHasLargeForward<Cell, T>) {
     if (plan.large.tile >= 0) return launch_large_layers<Cell>(sequences, plan.large, links, stream);
   }
   return launch_sequence<Cell, T>(kForwardKernels<Cell, T>, sequences, plan, stream);

@@ -22,7 +22,7 @@ cudaError_t plan_sequence(const Problem& problem, Algorithm requested, Plan& pla
 
 // Runs a fused plan: a persistent kernel for all directions, or fused steps for one sequence. First fills the
 // memory through which blocks exchange values. If the kernel does not fit (does_not_fit in
-// custom_cell/launch.h), nothing has run. `links`: memory of Plan::arrival_bytes.
+// custom_cell/launch.h), nothing has run. `links`: memory of LargeGrid::bytes.
 template <class Cell, typename T>
 cudaError_t launch_sequence_forward(const PerDirection<SequenceForwardArguments<T>>& sequences,
                                     const Plan& plan, void* links, cudaStream_t stream);
@@ -116,7 +116,7 @@ cudaError_t launch_fused_steps(const SequenceBackwardArguments<T>& sequence, con
 // Launches large layers (large/forward.cuh, large/backward.cuh).
 template <class Cell, template <typename> class Arguments, typename T>
 cudaError_t launch_large_layers(const PerDirection<Arguments<T>>& sequences, const LargeGrid& grid,
-                                void* arrivals, cudaStream_t stream);
+                                void* memory, cudaStream_t stream);
 
 // Launches the fused steps of few rows (stepwise/small_batch.cuh).
 template <class Cell>
