@@ -31,16 +31,16 @@ struct LargeExchange {
 };
 
 // The power of two that brings the largest entry of a row of weights into [2^14, 2^15), as that entry's
-// exponent. Infinities and NaN stay what they are, and do not count. Rows of entries below 2^-98 count as
-// larger ones, so that all factors are normal numbers.
+// exponent. Beside an infinity or NaN, which stay what they are, a row's other entries do not count, so they
+// may become zeros. Rows of entries below 2^-98 are treated as larger ones, so that all factors are normal
+// numbers.
 class LargeRowScale {
   static constexpr unsigned kLeast = 29, kMantissa = 23;
 
  public:
-  // The bits of a finite entry's size are in the order of the sizes.
+  // The bits of sizes are in their order.
   __device__ __forceinline__ static unsigned larger(unsigned largest, float x) {
-    const unsigned size = __float_as_uint(x) & 0x7fffffffu;
-    return size < 0x7f800000u ? max(largest, size) : largest;
+    return max(largest, __float_as_uint(x) & 0x7fffffffu);
   }
   __device__ __forceinline__ explicit LargeRowScale(unsigned largest)
       : exponent_(max(largest >> kMantissa, kLeast)) {}
