@@ -233,6 +233,23 @@ struct Tf32Math : FastMath, PlainTanh {
   using PlainTanh::folded_tanh, PlainTanh::unfolded_tanh;
 };
 
+// The same for large layers, whose values may be small: near 0 the errors of tanh and elu are relative, too,
+// 2^-18 at most. The polynomials are Taylor's.
+struct LargeTf32Math : Tf32Math {
+  __device__ static float tanh(float x) {
+    const float square = x * x;
+    const float near = fmaf(x * square, fmaf(square, 2.f / 15, -1.f / 3), x);
+    return fabsf(x) < kNear ? near : FastMath::tanh(x);
+  }
+  __device__ static float elu(float x) {
+    const float near = fmaf(x * x, fmaf(x, fmaf(x, 1.f / 24, 1.f / 6), .5f), x);
+    return fabsf(x) < kNear && x < 0.f ? near : FastMath::elu(x);
+  }
+
+ private:
+  static constexpr float kNear = .125f;
+};
+
 template <typename T>
 struct MathOf {
   using type = ExactMath;

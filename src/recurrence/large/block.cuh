@@ -26,7 +26,7 @@ struct LargeConfig {
   // Of the products. h and weights of float32 are scaled (LargeExchange, LargeRowScale).
   using Operand = typename Conditional<sizeof(T) == 2, T, __half>::type;
   static constexpr bool kIsScaled = sizeof(T) > 2;
-  using Math = typename Conditional<kIsScaled, Tf32Math, typename MathOf<T>::type>::type;
+  using Math = typename Conditional<kIsScaled, LargeTf32Math, typename MathOf<T>::type>::type;
   static constexpr bool kHasResets = kHasResets_;
   static constexpr LargeTile kTile = kBackward ? kLargeBackwardTiles[kTileIndex] : kLargeTiles[kTileIndex];
   static constexpr LargeShape kShape = {kCellShape<Cell>, kTile, kBackward, sizeof(T)};

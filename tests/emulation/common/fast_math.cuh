@@ -14,5 +14,6 @@ template <typename T>
 using ActivationMath = ExactMath;
 using FastMath = ExactMath;
 using Tf32Math = ExactMath;
+using LargeTf32Math = ExactMath;
 
 }  // namespace lltm_ext
