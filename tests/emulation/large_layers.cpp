@@ -418,7 +418,7 @@ class FloatTest {
     if (!p.from_zeros) args.first_products = products.data();
     args.h = {exchanged.data(), p.hidden, p.batch, 2, p.hidden, state, kShape.tile.rows};
     args.h0 = args.h;
-    cuda_on_cpu::run({2 * grid.group_pairs * grid.groups, kShape.threads(), /*cluster_blocks=*/2,
+    cuda_on_cpu::run({2 * grid.group_pairs * grid.groups, LargeShape::kThreads, /*cluster_blocks=*/2,
                       static_cast<size_t>(kShape.shared_bytes())},
                      [&] { hopper::run_large_forward<Config>(args); });
   }

@@ -433,7 +433,7 @@ class LargeCells : LargeUnits<Config, SequenceForwardArguments<typename Config::
     } else {
       store_output(step, round, results);
     }
-    Base::tell(round, arrivals_);
+    Base::tell(round);
   }
   __device__ __forceinline__ void store_output(int step, int round, const Results& results) const {
     T* const output = at(args_.output, first_row(step) + row(round, 0));

@@ -124,7 +124,7 @@ struct LargeShape {
   constexpr bool exists() const {
     const bool has_type = element_size == 2 || (element_size == 4 && cell.bounded && !backward);
     return has_type && cell.recurrent && cell.gates <= 4 && !cell.mixes_units() && !cell.resets_to_initial &&
-           (backward ? backward_registers() : forward_registers()) <= tile.cell_registers - 24 &&
+           (backward ? backward_registers() : forward_registers()) <= tile.cell_registers - 16 &&
            stages() >= kLoadingWarps;
   }
   // What a cell's thread keeps in a round.
