@@ -9,6 +9,8 @@ Cause: the module was imported before torch, whose libraries it needs. Cure: __i
 Cause: without --no-build-isolation pip builds without torch, or, if pyproject.toml lists it, with the newest.
     ImportError: cannot import name '_C'
 Cause: Python found this folder instead of the installed package. Cure: leave the folder.
+    IndexError: list index out of range
+Cause: no GPU says what to compile for. Cure: name the architectures, as TORCH_CUDA_ARCH_LIST="8.0;9.0".
 """
 
 import torch
