@@ -94,7 +94,7 @@ matrix: $(WHEELHOUSE)/.portable-torch2.11
 
 lint: $(LINT)
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
-	find src include examples/cpp tests/emulation tools -name '*.h' -o -name '*.cpp' -o -name '*.cu*' | xargs $(BIN)/clang-format --dry-run -Werror
+	find src include examples tests/emulation tools -name '*.h' -o -name '*.cpp' -o -name '*.cu*' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff

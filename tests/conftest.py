@@ -95,6 +95,7 @@ LONG = [
     "test_persistent_kernels.py",
     "test_jit.py",
     "test_cpp.py",
+    "test_lltm_in_steps.py",
     "test_fuzz.py",
 ]
 
