@@ -101,6 +101,7 @@ def program_of(cell: RecurrentCell, struct: Struct, to_initial: bool) -> str:
         int(to_initial),
         int(derived.runs_in_parallel),
         int(derived.over_units),
+        int(derived.bounded),
         *numbers_of_products(cell),
     )
     program = program_text((cell.__name__, ",".join(map(str, numbers)), struct.source, *struct.instructions))

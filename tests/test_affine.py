@@ -172,6 +172,27 @@ def test_a_cell_says_that_it_is_affine():
     assert repr(biquad).endswith(", affine in its states>")
 
 
+def test_the_ready_cells_whose_h_is_at_most_1():
+    found = {name for name in cells.__all__ if getattr(cells, name).derived.bounded}
+    assert found == {"cifg", "layer_norm_lstm", "lif", "lltm", "lstm", "peephole_lstm", "rnn_tanh"}
+
+
+def test_a_bound_holds_for_products_of_bounded_values_and_for_choices_between_them():
+    def share(x, h):
+        gate = torch.sigmoid(x[0])
+        return torch.where(x[1] > h, (1 - gate) * torch.tanh(x[2]), -gate)
+
+    def double(x, h):
+        return 2 * torch.tanh(x[0] + h)
+
+    def mixture(x, h):
+        gate = torch.sigmoid(x[0])
+        return gate * h + (1 - gate) * torch.tanh(x[1])
+
+    bounded = [recurrence(gates=n)(f).derived.bounded for f, n in ((share, 3), (double, 1), (mixture, 2))]
+    assert bounded == [True, False, False]
+
+
 # ---- filters ---------------------------------------------------------------------------------------------
 
 

@@ -138,3 +138,17 @@ def test_given_projections_of_float32_are_not_written(op, tf32):
     assert torch.equal(given, before)
     for x, y in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
         assert torch.allclose(x, y, atol=0.02)
+
+
+@HOPPER
+@pytest.mark.parametrize("batch,hidden", [(16, 1536), (3, 2048), (64, 1024)])
+def test_a_cell_of_formulas_that_is_bounded_is_no_less_exact_than_torchs_in_tf32(batch, hidden, tf32):
+    options = {"device": "cuda"}
+    ours, torchs = lltm_ext.RNN(24, hidden, **options), torch.nn.RNN(24, hidden, **options)
+    torchs.load_state_dict(ours.state_dict())
+    x, h0 = torch.randn(20, batch, 24, **options), 3 * torch.randn(1, batch, hidden, **options)
+    with torch.no_grad():
+        found, expected = ours(x, h0), torchs(x, h0)
+        exact = torchs.double()(x.double(), h0.double())
+    errors = [relative_errors(results, exact) for results in (found, expected)]
+    assert all(x <= 1.5 * y for x, y in zip(*errors, strict=True)), errors

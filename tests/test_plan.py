@@ -112,7 +112,7 @@ def encode(
     tf32=False,
     recurrent=True,
     side_by_side=False,
-    steps=0,
+    steps=100,
     affine=False,
     over_units=False,
     heads=1,
@@ -393,6 +393,13 @@ def test_large_layers_of_bounded_cells_have_a_kernel_forward_in_tf32(plan):
     # An algorithm requested by name serves forward and backward.
     others += [{**problem, **TF32, "algorithm": "grid"} for problem in LARGE]
     assert {found.large_tile for found in plan(*others)} == {-1}
+
+
+def test_few_rows_have_a_large_layers_kernel_in_tf32_where_weights_are_too_large_for_a_grid(plan):
+    found = plan(*({"hidden": h, "batch": b, **TF32} for h in (1536, 2048) for b in (1, 16, 40)))
+    assert all(x.large_tile >= 0 for x in found)
+    assert plan({"hidden": 1024, "batch": 16, **TF32})[0].large_tile == -1
+    assert plan({"hidden": 2048, "batch": 16, **TF32, "steps": 3})[0].large_tile == -1
 
 
 def test_fused_steps_have_a_tile_that_is_compiled_and_split_k_less_for_more_rows(plan):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lltm_ext._formula.affine import affine, are_affine_together
+from lltm_ext._formula.bounds import is_bounded
 from lltm_ext._formula.capture import Captured, capture
 from lltm_ext._formula.declaration import Declaration
 from lltm_ext._formula.emit import EXCHANGES, CellNodes, Product, Struct, emit, saved_numbers
@@ -236,6 +237,7 @@ class Derived:
         half_struct: that for half types, which differs if ``wide`` has nodes or the cell ``jumps``.
         affine: the components of the states, if the new ones are affine in the old ones; else none.
         runs_in_parallel: whether kernels run segments of steps of its forward in parallel.
+        bounded: whether h is at most 1 in size after every step, or NaN.
     """
 
     def __init__(self, captured: Captured, declaration: Declaration):
@@ -276,6 +278,7 @@ class Derived:
         h = slice(0 if self.reads_h else 1, None)
         live = [*self.leaves["h"], *self.leaves["s"]][h]
         self.runs_in_parallel = are_affine_together(live, self.outputs[h], declaration.recurrent)
+        self.bounded = is_bounded(self.outputs[0])
 
     def with_inputs_as_gates(self) -> Derived:
         """The cell that reads the inputs of its steps as further gates, and so has gradients of them.

@@ -61,7 +61,7 @@ class SourceCell:
     Attributes:
         saved, saved_names: the names of the values that forward saves.
         reads_h: whether forward names h.
-        zeros_stay, runs_in_parallel: False, because nobody knows.
+        zeros_stay, runs_in_parallel, bounded: False, because nobody knows.
         over_units: False; a text has one unit.
         struct, half_struct: the C++ struct, the same for all dtypes.
 
@@ -70,7 +70,7 @@ class SourceCell:
         ValueError: for names that have another meaning in the text, or values that it lacks.
     """
 
-    zeros_stay = runs_in_parallel = over_units = False
+    zeros_stay = runs_in_parallel = over_units = bounded = False
 
     def __init__(self, declared: Declaration, text: CudaSource):
         check(declared, text)

@@ -132,7 +132,7 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
   const Strings fields = fields_of(text);
   const bool has_formulas = fields.size() == 5;
   const Strings numbers = fields.size() == 3 || has_formulas ? split(fields[1], ',') : Strings();
-  TORCH_CHECK_VALUE(numbers.size() >= 10 && (numbers.size() <= 14 || numbers.size() % 5 == 3),
+  TORCH_CHECK_VALUE(numbers.size() >= 10 && (numbers.size() <= 15 || numbers.size() % 5 == 4),
                     "custom_cell: expected a program as lltm_ext.recurrence writes it, got ", fields.size(),
                     " fields");
   name = fields[0];
@@ -155,9 +155,10 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
            numbers.size() > 11 && n(11) != 0,
            numbers.size() > 12 && n(12) != 0,
            numbers.size() > 13 && n(13) != 0,
-           numbers.size() > 14 ? n(14) : 0};
+           numbers.size() > 15 ? n(15) : 0};
+  shape.bounded = numbers.size() > 14 && n(14) != 0;
   zeros_stay = n(9) != 0;
-  for (int i = 23; i < static_cast<int>(numbers.size()); i += 5) {
+  for (int i = 24; i < static_cast<int>(numbers.size()); i += 5) {
     products.push_back({n(i), n(i + 1), n(i + 2), n(i + 3), n(i + 4) != 0});
     const CellProduct& product = products.back();
     TORCH_CHECK_VALUE(product.block < shape.blocks, name, ": expected a block of ", shape.blocks, ", got ",
@@ -165,12 +166,12 @@ CellProgram::CellProgram(std::string_view text_) : text(text_) {
     shape.fed = std::max(shape.fed, product.fed + 1);
   }
   if (!products.empty()) {
-    shape.products_of_h = n(15);
-    shape.call = {0, n(16) > 0, n(16)};
-    shape.back_call = {0, n(17), n(18)};
-    shape.head_units = n(19);
-    shape.dense_call = {0, n(20) > 0, n(20)};
-    shape.dense_back_call = {0, n(21), n(22)};
+    shape.products_of_h = n(16);
+    shape.call = {0, n(17) > 0, n(17)};
+    shape.back_call = {0, n(18), n(19)};
+    shape.head_units = n(20);
+    shape.dense_call = {0, n(21) > 0, n(21)};
+    shape.dense_back_call = {0, n(22), n(23)};
     for (const CellProduct& x : products) shape.block_diagonal += x.block_diagonal;
   }
   shape.products = static_cast<int>(products.size());
@@ -239,7 +240,8 @@ std::string CellProgram::source(const CellKernel& kernel) const {
       "#include \"recurrence/", text.header, "\"\n\nnamespace lltm_ext {\n\n", code,
       shape.resets_to_initial ? "\ntemplate <>\nconstexpr bool kResetsToInitial<Cell> = true;\n" : "",
       kernel.narrow ? "\ntemplate <>\nconstexpr bool kIsWide<Cell> = false;\n" : "",
-      shape.affine ? "\ntemplate <>\nconstexpr bool kIsAffine<Cell> = true;\n" : "", heads_text(),
+      shape.affine ? "\ntemplate <>\nconstexpr bool kIsAffine<Cell> = true;\n" : "",
+      shape.bounded ? "\ntemplate <>\nconstexpr bool kIsBounded<Cell> = true;\n" : "", heads_text(),
       "\nusing T = ", element_name(name.c_str(), kernel.type),
       ";\n\nextern \"C\" __global__ void __launch_bounds__(", text.bounds, ")\n    ", kCellKernelName, "(",
       text.parameters, ") {\n  ", text.call, ";\n}\n\n}  // namespace lltm_ext\n");

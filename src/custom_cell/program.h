@@ -3,10 +3,10 @@
 // (common/runtime/text.h): the cell's name; numbers, separated by commas; the C++ of its struct `Cell`
 // (recurrence/cell.h). The numbers are those of its CellShape except `wide`, with the numbers of the states
 // that are outputs, separated by spaces, -1 being h; then 1 if a unit of zeros stays so, forward and
-// backward, else 0; then `wide`, `resets_to_initial`, `affine` and `over_units`, which programs of version
-// 0.3 lack. If the cell has weights of its own, there follow `blocks`, `products_of_h`, the most outputs of a
-// call forward, the most inputs and outputs of one backward, `head_units`, these sizes of dense calls, and
-// the numbers of each product. Two more fields have the formulas forward and backward for the CPU
+// backward, else 0; then `wide`, `resets_to_initial`, `affine`, `over_units` and `bounded`, which programs of
+// version 0.3 lack. If the cell has weights of its own, there follow `blocks`, `products_of_h`, the most
+// outputs of a call forward, the most inputs and outputs of one backward, `head_units`, these sizes of dense
+// calls, and the numbers of each product. Two more fields have the formulas forward and backward for the CPU
 // (formula.h); programs of version 0.3 and cells in C++ lack them.
 #pragma once
 

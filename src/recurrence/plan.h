@@ -256,7 +256,11 @@ inline LargeGrid large_grid(const Problem& p, const DeviceInfo& device) {
   const bool has_type = p.element_size == 2 || (p.element_size == 4 && p.tf32);
   if (!device.has_sm90a || !has_type || !p.dense || !is_alone) return {};
   if (p.hidden < kLeastHidden || p.hidden % 8 != 0) return {};
-  if (p.batch * p.hidden < kLeastUnits || p.steps == 1) return {};
+  // Of fewer rows, grids take half types, and float32 up to their largest size.
+  const bool has_small_grid = p.element_size == 2 || p.hidden <= 1024;
+  if (has_small_grid && p.batch * p.hidden < kLeastUnits) return {};
+  // Weights of float32 are read twice, to find their scale.
+  if (p.steps < (p.element_size == 2 ? 2 : 4)) return {};
   LargeGrid best;
   // Of a fused step, as measured on an H200.
   const int64_t products = p.batch * p.hidden * p.hidden * p.cell.gates;
