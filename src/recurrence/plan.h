@@ -191,7 +191,9 @@ inline FusedStepTile fused_step_tile(const Problem& p, const DeviceInfo& device)
   if (p.element_size != 2 || !p.dense || p.hidden % 8 != 0) return {};
   if (p.heads > 1 || p.sequences > 1) return {};
   if (p.batch * p.hidden == 0 || p.batch > 64 * 65535) return {};  // limit of blockIdx.y
-  return p.backward ? fused_backward_tile(p, device) : fused_forward_tile(p, device);
+  FusedStepTile tile = p.backward ? fused_backward_tile(p, device) : fused_forward_tile(p, device);
+  tile.is_spread = tile.rows > 0 && tile.split_k * fused_tiles(p, tile.rows) <= 2 * device.multiprocessors;
+  return tile;
 }
 
 // Every multiprocessor gets the same number of blocks, one if the hidden size allows: all blocks read the

@@ -10,13 +10,14 @@ namespace hopper {
 
 // Launches steps first, first + by, ... and last.
 template <class Arguments>
-cudaError_t launch_steps(const void* kernel, const FusedStepShape& shape, int split_k, const Arguments& args,
-                         int first, int last, int by, cudaStream_t stream) {
+cudaError_t launch_steps(const void* kernel, const FusedStepShape& shape, const FusedStepTile& tile,
+                         const Arguments& args, int first, int last, int by, cudaStream_t stream) {
+  const int split_k = tile.split_k, bytes = tile.is_spread ? shape.spread_bytes() : shape.shared_bytes();
   const dim3 grid(tiles_of(args.s.hidden, shape.units()), tiles_of(args.s.steps.batch, shape.rows), split_k);
-  cudaError_t error = set_max_dynamic_shared(kernel, shape.shared_bytes());
+  cudaError_t error = set_max_dynamic_shared(kernel, bytes);
   for (int step = first; error == cudaSuccess && step != last + by; step += by) {
     const void* arguments[] = {&args, &step};
-    error = launch_clusters(kernel, grid, dim3(1, 1, split_k), shape.threads(), shape.shared_bytes(),
+    error = launch_clusters(kernel, grid, dim3(1, 1, split_k), shape.threads(), bytes,
                             /*programmatic=*/step != first, stream, arguments);
     // Later steps can't fall back to another algorithm: earlier ones have overwritten their inputs.
     if (error != cudaSuccess && step != first) return cudaErrorLaunchFailure;
@@ -43,7 +44,7 @@ cudaError_t run_fused_steps(const void* kernel, int gates, const SequenceForward
   error = encode_tensor_map<T>(args.weight, {s.weight, hidden, hidden, gates, hidden, hidden * hidden},
                                shape.units());
   if (error != cudaSuccess) return error;
-  return launch_steps(kernel, shape, tile.split_k, args, 0, s.steps.length - 1, 1, stream);
+  return launch_steps(kernel, shape, tile, args, 0, s.steps.length - 1, 1, stream);
 }
 
 template <typename T>
@@ -58,7 +59,7 @@ cudaError_t run_fused_steps(const void* kernel, int gates, const SequenceBackwar
   if (error != cudaSuccess) return error;
   error = encode_tensor_map<T>(args.weight_t, {s.weight_t, width, s.hidden, 1, width, 0}, shape.units());
   if (error != cudaSuccess) return error;
-  return launch_steps(kernel, shape, tile.split_k, args, s.end - 1, s.begin - 1, -1, stream);
+  return launch_steps(kernel, shape, tile, args, s.end - 1, s.begin - 1, -1, stream);
 }
 
 }  // namespace lltm_ext

@@ -12,6 +12,7 @@ namespace lltm_ext {
 // not fused: a library's product then precedes the pointwise kernel.
 struct FusedStepTile {
   int rows = 0, split_k = 0;
+  bool is_spread = false;  // no more than two blocks on a multiprocessor, though more have room
 };
 
 struct FusedStepShape {
@@ -19,15 +20,19 @@ struct FusedStepShape {
   int rows;  // rows of a tile: 64 or 128
   bool backward;
 
-  constexpr int units() const { return !backward ? 32 : rows > 64 ? 144 : 64; }
+  constexpr int units() const {
+    if (backward) return rows > 64 ? 144 : 64;
+    return gates <= 2 ? 64 : 32;
+  }
   constexpr int columns() const { return backward ? units() : gates * units(); }  // columns of the product
   // Whether there is such a kernel. wgmma computes at most 256 columns. Forward, a library's product and a
-  // pointwise kernel are faster than tiles of 128 rows and more than three gates.
-  constexpr bool exists() const { return columns() <= 256 && (backward || rows == 64 || gates <= 3); }
+  // pointwise kernel are faster than tiles of 128 rows and more than three gates. Fewer have wider tiles.
+  constexpr bool exists() const { return columns() <= 256 && (backward || rows == 64 || gates == 3); }
 
   constexpr int consumer_threads() const { return 2 * rows; }        // a warpgroup for 64 rows
   constexpr int threads() const { return consumer_threads() + 32; }  // plus a producer warp
-  constexpr int blocks() const { return rows > 64 ? 1 : 2; }         // blocks per multiprocessor
+  // Blocks per multiprocessor. Many hide the way to memory where a step has many tiles of little K.
+  constexpr int blocks() const { return rows > 64 ? 1 : columns() > 128 ? 2 : 3; }
   constexpr int available_bytes() const { return 226 * 1024 / blocks(); }
 
   // As many stages as fit in shared memory. After the product, the partial sums replace them.
@@ -37,6 +42,8 @@ struct FusedStepShape {
     return larger(stages() * stage_bytes(), hopper::partial_sums_bytes(rows, columns()));
   }
   constexpr int shared_bytes() const { return stages_or_sums_bytes() + hopper::kBarrierBytes; }
+  // Of which a multiprocessor has room for two blocks, not for three.
+  constexpr int spread_bytes() const { return larger(shared_bytes(), 228 * 1024 / 3); }
 };
 
 }  // namespace lltm_ext
