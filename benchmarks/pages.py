@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,16 +71,6 @@ def of_recurrence(rows: Iterable[Row], ours: str, precisions: Sequence[str]) -> 
     return summary([r[f"{mode} ratio"] for r in chosen for mode in MODES])
 
 
-def at_shape(rows: Sequence[Row], layer: str, mode: str, precision: str, *shape: int) -> tuple[str, str, str]:
-    """(ours, the peer's, the ratio); the peer of a half type is the faster of nn.LSTM's two."""
-    here = {r["precision"]: r for r in rows if (r["B"], r["T"], r["H"]) == shape}
-    key = f"{PEER} {mode} ms"
-    best = min(HALVES, key=lambda p: here[p][key]) if precision in HALVES else precision
-    ours, theirs = here[precision][f"lltm_ext.{layer} {mode} ms"], here[best][key]
-    of_type = best if best in HALVES else "likewise"
-    return f"{number(ours)} ms", f"`{PEER}` {of_type}: {number(theirs)} ms", summary([ours / theirs])
-
-
 def layers() -> str:
     """The table."""
     rows = load("lltm")
@@ -90,15 +81,6 @@ def layers() -> str:
     for ours in ("LSTM", "LLTM"):
         title = f"{ours} layer in half types, 8 shapes, forward and training"
         text += line(title, "", faster, summary(against_faster_half(layer, f"lltm_ext.{ours}")))
-    for title, *what in (
-        ("LLTM forward, bfloat16 (B 16, T 1000, H 256)", "LLTM", "forward", "bfloat16", 16, 1000, 256),
-        ("… training", "LLTM", "training", "bfloat16", 16, 1000, 256),
-        ("… (B 32, T 512, H 1024)", "LLTM", "training", "bfloat16", 32, 512, 1024),
-        ("… (B 256, T 256, H 1024)", "LLTM", "training", "bfloat16", 256, 256, 1024),
-        ("… (B 128, T 256, H 2048)", "LLTM", "training", "bfloat16", 128, 256, 2048),
-        ("LSTM training, float32 (B 64, T 512, H 512)", "LSTM", "training", "float32", 64, 512, 512),
-    ):
-        text += line(title, *at_shape(layer, *what))
     names = {
         name for row in both for name in ("lltm_ext.LLTM", "lltm_ext.LSTM") if f"{name} forward ms" in row
     }
@@ -160,6 +142,7 @@ class Claim(NamedTuple):
 
     title: str
     figure: Callable[[], str]
+    subject: str
     result: str
     rows: str
 
@@ -204,41 +187,44 @@ CLAIMS = (
     Claim(
         "`LSTM` / `nn.LSTM`, float32, 176 sizes, B 1 to 1024, T 20 to 1000, H 32 to 2048",
         lambda: summary(of_map("LSTM", "float32", *MODES)),
-        "sizes",
-        "`lltm_ext.LSTM`, `float32`",
+        *("`LSTM`", "sizes", "`lltm_ext.LSTM`, by `precision`"),
     ),
     Claim(
-        "… IEEE float32", lambda: summary(of_map("LSTM", "ieee", *MODES)), "sizes", "`lltm_ext.LSTM`, `ieee`"
+        "… IEEE float32",
+        lambda: summary(of_map("LSTM", "ieee", *MODES)),
+        *("`LSTM`", "sizes", "`lltm_ext.LSTM`, by `precision`"),
     ),
-    Claim("… bfloat16; float16", of_halves, "sizes", "`lltm_ext.LSTM`, `bfloat16`, `float16`"),
+    Claim(
+        "… bfloat16; float16",
+        of_halves,
+        *("`LSTM`", "sizes", "`lltm_ext.LSTM`, by `precision`"),
+    ),
     Claim(
         "… peak memory in training, float32",
         lambda: summary(of_map("LSTM", "float32", "peak")),
-        "sizes",
-        "`peak ratio`",
+        *("`LSTM`", "sizes", "`lltm_ext.LSTM`, by `precision`"),
     ),
     Claim(
-        "`GRU` / `nn.GRU`, 8 shapes: half types; float32; IEEE", of_recurrent("GRU"), "recurrence", "`GRU`"
+        "`GRU` / `nn.GRU`, 8 shapes: half types; float32; IEEE",
+        of_recurrent("GRU"),
+        *("`GRU`", "recurrence", "`torch`"),
     ),
-    Claim("`RNN` / `nn.RNN`, likewise", of_recurrent("RNN"), "recurrence", "`RNN`"),
+    Claim("`RNN` / `nn.RNN`, likewise", of_recurrent("RNN"), *("`RNN`", "recurrence", "`torch`")),
     Claim(
         "LSTM and LLTM written in Python / `LSTM`, `LLTM`",
         of_python_cells,
-        "recurrence",
-        "`derived`",
+        *("own cells", "recurrence", "`derived`"),
     ),
     Claim(
         "models of eight libraries, converted / with torch's layers: a training step",
         of_models,
-        "libraries",
-        "all",
+        *("converted models", "libraries", "all"),
     ),
-    Claim("`scan` / `associative_scan`, float32", of_scans, "scan", "`scan`, `/ associative_scan`"),
+    Claim("`scan` / `associative_scan`, float32", of_scans, *("`scan`", "scan", "`scan`")),
     Claim(
         "`gemm` with relu or gelu / the faster of eager and compiled, bfloat16",
         of_epilogues,
-        "gemm",
-        "`fused`",
+        *("`gemm`", "gemm", "`fused`"),
     ),
 )
 
@@ -253,13 +239,17 @@ def short() -> str:
 
 def proofs() -> str:
     """Where each of the README's claims comes from."""
-    text = line("claim", "results", "rows") + "|---|---|---|\n"
-    for n, claim in enumerate(CLAIMS, start=1):
-        file = f"[`{claim.result}.json`](../benchmarks/results/nvidia-h200/{claim.result}.json)"
-        text += line(f"{n}: {claim.title}", file, claim.rows)
+    text = line("claims", "of", "results", "rows") + "|---|---|---|---|\n"
+    for result in dict.fromkeys(claim.result for claim in CLAIMS):
+        here = [(str(n), claim) for n, claim in enumerate(CLAIMS, start=1) if claim.result == result]
+        subject = dict.fromkeys(claim.subject for _, claim in here)
+        rows = dict.fromkeys(claim.rows for _, claim in here)
+        file = f"[`{result}.json`](../benchmarks/results/nvidia-h200/{result}.json)"
+        text += line(", ".join(n for n, _ in here), ", ".join(subject), file, ", ".join(rows))
     return text
 
 
+SIMPLE = ("sigmoid", "relu", "round", "floor", "ceil", "trunc")  # elementwise ops
 LEAST_LOSS = 1.005  # of a table of losses; below are ties
 
 
@@ -316,18 +306,21 @@ def losses_of_ops() -> str:
     text = ""
     for part in ("square", "few rows", "odd shapes", "batches", "fused"):
         rows = where(load("gemm"), part=part)
-        for dtype in dict.fromkeys(row["dtype"] for row in rows):
-            text += loss(f"`gemm` / cuBLAS, {part}, {dtype}", "", of_products(where(rows, dtype=dtype)))
-    rows = load("gemm_sizes")
-    for name in dict.fromkeys(row["type"] for row in rows):
-        text += loss(f"`gemm` / cuBLAS, random sizes, {name}", "", of_products(where(rows, type=name)))
+        text += loss(f"`gemm` / cuBLAS, {part}", "", of_products(rows))
+    text += loss("`gemm` / cuBLAS, random sizes, all types", "", of_products(load("gemm_sizes")))
     rows = where(load("elementwise"), part="device time")
+    for mode in ("", "backward"):
+        names = {f"{name} {mode}".strip() for name in SIMPLE}
+        text += loss(f"{', '.join(SIMPLE)} / torch", mode, of_elements(r for r in rows if r["op"] in names))
     for op in dict.fromkeys(row["op"] for row in rows):
-        found = [(1 / r["torch / ours"], f"{r['n']:,} {r['dtype']}") for r in where(rows, op=op)]
-        name, _, mode = op.partition(" ")
-        peer = "`x.to(dtype)`" if op == "stochastic_round" else "torch"
-        text += loss(f"`{name}` / {peer}", mode, found)
+        if op.split()[0] not in SIMPLE:
+            peer = "`x.to(dtype)`" if op == "stochastic_round" else "torch"
+            text += loss(f"{op} / {peer}", "", of_elements(where(rows, op=op)))
     return text
+
+
+def of_elements(rows: Iterable[Row]) -> list[tuple[float, str]]:
+    return [(1 / r["torch / ours"], f"{r['n']:,} {r['dtype']}") for r in rows]
 
 
 def of_products(rows: Iterable[Row]) -> list[tuple[float, str]]:
@@ -335,7 +328,8 @@ def of_products(rows: Iterable[Row]) -> list[tuple[float, str]]:
     for r in rows:
         batch = f"{r['batch']} of " if r.get("batch") else ""
         ran = ", by cuBLAS" if r.get("kernel") == "library" else ""
-        size = f"{batch}{r['m']:,} x {r['k']:,} x {r['n']:,} {r['layout']}{ran}"
+        dtype = r.get("type", r["dtype"])
+        size = f"{batch}{r['m']:,} x {r['k']:,} x {r['n']:,} {r['layout']} {dtype}{ran}"
         found.append((1 / r["ours / torch"], size))
     return found
 
@@ -422,9 +416,8 @@ def of_elementwise(rows: Sequence[Row]) -> str:
         ours, theirs = speeds(row, "GB/s")
         return line(title, ours, f"{peer}: {theirs}", against_torch([row], "torch / ours"))
 
-    simple = ("sigmoid", "relu", "round", "floor", "ceil", "trunc")
-    ratios = f"{from_size(2**24, *simple)}; {from_size(2**24, *simple, ratio='ours / copy')}"
-    text = line(f"{', '.join(simple)}, 2^24 elements and more", "", "torch; a copy", ratios)
+    ratios = f"{from_size(2**24, *SIMPLE)}; {from_size(2**24, *SIMPLE, ratio='ours / copy')}"
+    text = line(f"{', '.join(SIMPLE)}, 2^24 elements and more", "", "torch; a copy", ratios)
     title = "round straight through, forward and backward, 2^28 float32"
     text += at_2_28(title, "round, straight through", "`x + (torch.round(x) - x).detach()`")
     text += at_2_28("binarize, 2^28 float32", "binarize", "`(x > 0.5).to(x.dtype)`")
@@ -507,20 +500,31 @@ def scans() -> str:
                 found += line(f"{part} / {peer}{title}", *(summary(x) if x else "" for x in of_modes))
         return found
 
-    def beside_copy(part: str, here: Sequence[Row]) -> str:
-        large = [row for row in here if row["MB"] >= 400]
-        medium = [row for row in here if 100 <= row["MB"] < 400]
-        found = lines(part, ", from 400 MB on", large, ["copy"])
-        return found + lines(part, ", 100 to 400 MB", medium, ["copy"])
-
     of_scan, constant = where(rows, part="scan"), where(rows, part="constant a")
     peers = [key[2:] for row in rows for key in row if key.startswith("/ ")]
     others = [peer for peer in dict.fromkeys(peers) if peer != "copy"]
-    text += beside_copy("scan", of_scan) + lines("scan", ", all sizes", of_scan, others)
-    text += beside_copy("scan, a number as a", constant) + lines("scan, a number as a", "", constant, others)
+    text += lines("scan", ", all sizes", of_scan, others) + lines("scan, a number as a", "", constant, others)
+    of_parts = {"scan": of_scan, "scan, a number as a": constant}
     for name in dict.fromkeys(row["cell"] for row in where(rows, part="cells")):
-        text += beside_copy(f"`cells.{name}`", where(rows, part="cells", cell=name))
-    return text + of_gae(where(rows, part="GAE"))
+        of_parts[f"`cells.{name}`"] = where(rows, part="cells", cell=name)
+    return text + beside_copy(of_parts) + of_gae(where(rows, part="GAE"))
+
+
+def beside_copy(parts: Mapping[str, Sequence[Row]]) -> str:
+    """A table of its own: times in parts of a copy's, by size."""
+    kinds = [(mode, least, most) for mode in MODES for least, most in ((400, math.inf), (100, 400))]
+    titles = [
+        f"{mode}, {f'from {least} MB on' if most == math.inf else f'{least} to {most} MB'}"
+        for mode, least, most in kinds
+    ]
+    text = "\n" + line("ours / copy", *titles) + line(*["---"] * (1 + len(kinds)))
+    for part, rows in parts.items():
+        cells = []
+        for mode, least, most in kinds:
+            found = [r["/ copy"] for r in where(rows, mode=mode) if least <= r["MB"] < most]
+            cells.append(summary(found) if found else "")
+        text += line(part, *cells)
+    return text
 
 
 def of_gae(rows: Iterable[Row]) -> str:
