@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 
@@ -52,10 +53,6 @@ def line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |\n".replace("  ", " ")
 
 
-def against_lstm(rows: Iterable[Row], ours: str, precision: str) -> list[float]:
-    return [r[f"{m} {ours} / {PEER}"] for r in rows if r["precision"] == precision for m in MODES]
-
-
 def against_faster_half(rows: Sequence[Row], ours: str) -> list[float]:
     """In a half type, beside the faster of nn.LSTM's two."""
     found, shapes = [], {}
@@ -74,44 +71,16 @@ def of_recurrence(rows: Iterable[Row], ours: str, precisions: Sequence[str]) -> 
     return summary([r[f"{mode} ratio"] for r in chosen for mode in MODES])
 
 
-def at_shape(rows: Sequence[Row], layer: str, mode: str, precision: str, *shape: int) -> tuple[str, str, str]:
-    """(ours, the peer's, the ratio); the peer of a half type is the faster of nn.LSTM's two."""
-    here = {r["precision"]: r for r in rows if (r["B"], r["T"], r["H"]) == shape}
-    key = f"{PEER} {mode} ms"
-    best = min(HALVES, key=lambda p: here[p][key]) if precision in HALVES else precision
-    ours, theirs = here[precision][f"lltm_ext.{layer} {mode} ms"], here[best][key]
-    of_type = best if best in HALVES else "likewise"
-    return f"{number(ours)} ms", f"`{PEER}` {of_type}: {number(theirs)} ms", summary([ours / theirs])
-
-
 def layers() -> str:
     """The table."""
-    rows, cells = load("lltm"), load("recurrence")
+    rows = load("lltm")
     layer = [r for r in rows if r["part"] == "layer"]
     both = [r for r in rows if r["part"] == "bidirectional"]
     likewise, faster = f"`{PEER}` likewise", f"the faster of `{PEER}` bfloat16 and float16"
     text = line("", "lltm_ext", "peer", "") + "|---|---|---|---|\n"
-    for ours, title in (
-        ("LSTM", "LSTM layer in float32, 8 shapes, forward and training"),
-        ("LLTM", "LLTM layer in float32"),
-    ):
-        name = f"lltm_ext.{ours}"
-        text += line(title, "", likewise, summary(against_lstm(layer, name, "float32")))
-        text += line("… in bfloat16", "", likewise, summary(against_lstm(layer, name, "bfloat16")))
-        text += line("… in half types", "", faster, summary(against_faster_half(layer, name)))
-        text += line("… in IEEE float32", "", likewise, summary(against_lstm(layer, name, "ieee")))
-    for ours, title in (("GRU", "GRU in half types; float32; IEEE"), ("RNN", "RNN likewise")):
-        of_types = [of_recurrence(cells, ours, p) for p in (HALVES, ("float32",), ("ieee",))]
-        text += line(title, "", f"`nn.{ours}` likewise", "; ".join(of_types))
-    for title, *what in (
-        ("LLTM forward, bfloat16 (B 16, T 1000, H 256)", "LLTM", "forward", "bfloat16", 16, 1000, 256),
-        ("… training", "LLTM", "training", "bfloat16", 16, 1000, 256),
-        ("… (B 32, T 512, H 1024)", "LLTM", "training", "bfloat16", 32, 512, 1024),
-        ("… (B 256, T 256, H 1024)", "LLTM", "training", "bfloat16", 256, 256, 1024),
-        ("… (B 128, T 256, H 2048)", "LLTM", "training", "bfloat16", 128, 256, 2048),
-        ("LSTM training, float32 (B 64, T 512, H 512)", "LSTM", "training", "float32", 64, 512, 512),
-    ):
-        text += line(title, *at_shape(layer, *what))
+    for ours in ("LSTM", "LLTM"):
+        title = f"{ours} layer in half types, 8 shapes, forward and training"
+        text += line(title, "", faster, summary(against_faster_half(layer, f"lltm_ext.{ours}")))
     names = {
         name for row in both for name in ("lltm_ext.LLTM", "lltm_ext.LSTM") if f"{name} forward ms" in row
     }
@@ -168,17 +137,183 @@ def sizes() -> str:
     return text
 
 
+class Claim(NamedTuple):
+    """A line of the README, and where its figure comes from."""
+
+    title: str
+    figure: Callable[[], str]
+    result: str
+    rows: str
+
+
+def of_recurrent(ours: str) -> Callable[[], str]:
+    def figure() -> str:
+        rows = load("recurrence")
+        return "; ".join(of_recurrence(rows, ours, p) for p in (HALVES, ("float32",), ("ieee",)))
+
+    return figure
+
+
+def of_halves() -> str:
+    return "; ".join(summary(of_map("LSTM", precision, *MODES)) for precision in HALVES)
+
+
+def of_python_cells() -> str:
+    rows = where(load("recurrence"), part="derived")
+    return summary([row[f"{mode} ratio"] for row in rows for mode in MODES])
+
+
+def of_models() -> str:
+    return summary([row["ratio"] for row in load("libraries")])
+
+
+def of_loop() -> str:
+    (row,) = where(load("lltm"), part="sequence")
+    return summary([row["lltm_ext training ms"] / row["loop over PyTorch's ops training ms"]])
+
+
+def of_scans() -> str:
+    rows = where(load("scan"), part="scan")
+    return summary([row[key] for row in rows if (key := "/ associative_scan") in row])
+
+
+def of_epilogues() -> str:
+    rows = where(load("gemm"), part="fused")
+    return summary([1 / row["ours / torch"] for row in rows])
+
+
+CLAIMS = (
+    Claim(
+        "`LSTM` / `nn.LSTM`, float32, 176 sizes, B 1 to 1024, T 20 to 1000, H 32 to 2048",
+        lambda: summary(of_map("LSTM", "float32", *MODES)),
+        *("sizes", "`float32`"),
+    ),
+    Claim("… IEEE float32", lambda: summary(of_map("LSTM", "ieee", *MODES)), "sizes", "`ieee`"),
+    Claim("… bfloat16; float16", of_halves, "sizes", "`bfloat16`, `float16`"),
+    Claim(
+        "… peak memory in training, float32",
+        lambda: summary(of_map("LSTM", "float32", "peak")),
+        *("sizes", "`peak ratio`"),
+    ),
+    Claim(
+        "`GRU` / `nn.GRU`, 8 shapes: half types; float32; IEEE", of_recurrent("GRU"), "recurrence", "`GRU`"
+    ),
+    Claim("`RNN` / `nn.RNN`, likewise", of_recurrent("RNN"), "recurrence", "`RNN`"),
+    Claim("LSTM and LLTM written in Python / `LSTM`, `LLTM`", of_python_cells, "recurrence", "`derived`"),
+    Claim(
+        "models of eight libraries, converted / with torch's layers: a training step",
+        of_models,
+        *("libraries", "all"),
+    ),
+    Claim("`scan` / `associative_scan`, float32", of_scans, "scan", "`scan`"),
+    Claim(
+        "`gemm` with relu or gelu / the faster of eager and compiled, bfloat16",
+        of_epilogues,
+        *("gemm", "`fused`"),
+    ),
+)
+
+
 def short() -> str:
-    """The README's table: the map of sizes, and a few rows of the others."""
-    rows = layers().splitlines(keepends=True)
-    wanted = ("GRU in", "RNN likewise", "peak memory", "training step of LLTM")
-    chosen = [row for row in rows if row.startswith(tuple(f"| {start}" for start in wanted))]
-    title = "LSTM in float32, 176 sizes (B 1 to 1024, T 20 to 1000, H 32 to 2048)"
-    of_sizes = []
-    for precision, setting in SETTINGS.items():
-        name = title if precision == "float32" else f"… in {setting}"
-        of_sizes.append(line(name, "", f"`{PEER}` likewise", summary(of_map("LSTM", precision, *MODES))))
-    return "".join([*rows[:2], *of_sizes, *chosen])
+    """The README's claims."""
+    text = line("", "claim: ours / peer", "") + "|---|---|---|\n"
+    return text + "".join(
+        line(str(n), claim.title, claim.figure()) for n, claim in enumerate(CLAIMS, start=1)
+    )
+
+
+def proofs() -> str:
+    """Where each of the README's claims comes from."""
+    text = line("", "claim", "results: rows") + "|---|---|---|\n"
+    for n, claim in enumerate(CLAIMS, start=1):
+        file = f"[`{claim.result}.json`](../benchmarks/results/nvidia-h200/{claim.result}.json)"
+        text += line(str(n), claim.title, f"{file}: {claim.rows}")
+    return text
+
+
+SIMPLE = ("sigmoid", "relu", "round", "floor", "ceil", "trunc")  # elementwise ops
+LEAST_LOSS = 1.005  # of a table of losses; below are ties
+
+
+def loss(title: str, mode: str, ratios: Sequence[tuple[float, str]]) -> str:
+    """A line of the table of losses, if there is one. The ratios are times in parts of the peer's."""
+    slower = [ratio for ratio, _ in ratios if ratio > LEAST_LOSS]
+    if not slower:
+        return ""
+    worst, size = max(ratios)
+    return line(title, mode, f"{worst:.2f} x", size, f"{len(slower)} of {len(ratios)}")
+
+
+def shape_of(row: Row) -> str:
+    return f"B {row['B']}, T {row['T']}, H {row['H']}"
+
+
+def losses() -> str:
+    """Everything in the results that takes longer than a peer."""
+    text = line("ours / peer", "", "at most", "at", "slower") + "|---|---|---|---|---|\n"
+    for layer in ("LSTM", "LLTM"):
+        for precision, title in SETTINGS.items():
+            rows = [
+                r for r in load("sizes") if (r["layer"], r["precision"]) == (f"lltm_ext.{layer}", precision)
+            ]
+            for mode in MODES:
+                found = [(row[f"{mode} ratio"], shape_of(row)) for row in rows]
+                text += loss(f"`{layer}` / `{PEER}`, {title}", mode, found)
+    for title, rows in groups_of_cells().items():
+        for mode in MODES:
+            text += loss(title, mode, [(row[f"{mode} ratio"], shape_of(row)) for row in rows])
+    return text + losses_of_scans() + losses_of_ops()
+
+
+def sizes_of(shape: str) -> str:
+    """The shape of a scan, as `shape_of` writes that of a layer."""
+    sizes = shape.strip("()").split(", ")
+    return ", ".join(f"{name} {size}" for name, size in zip("BTH", sizes, strict=True))
+
+
+def losses_of_scans() -> str:
+    rows, text = load("scan"), ""
+    for part in ("scan", "GAE"):
+        here = where(rows, part=part)
+        for mode in dict.fromkeys(row["mode"] for row in here):
+            of_mode = where(here, mode=mode)
+            for key in dict.fromkeys(key for row in of_mode for key in row if key.startswith("/ ")):
+                if key not in ("/ copy", "/ lltm_ext, compiled"):
+                    found = [(row[key], sizes_of(row["(B, T, H)"])) for row in of_mode if key in row]
+                    text += loss(f"{part} {key}", mode, found)
+    return text
+
+
+def losses_of_ops() -> str:
+    text = ""
+    for part in ("square", "few rows", "odd shapes", "batches", "fused"):
+        rows = where(load("gemm"), part=part)
+        text += loss(f"`gemm` / cuBLAS, {part}", "", of_products(rows))
+    text += loss("`gemm` / cuBLAS, random sizes, all types", "", of_products(load("gemm_sizes")))
+    rows = where(load("elementwise"), part="device time")
+    for mode in ("", "backward"):
+        names = {f"{name} {mode}".strip() for name in SIMPLE}
+        text += loss(f"{', '.join(SIMPLE)} / torch", mode, of_elements(r for r in rows if r["op"] in names))
+    for op in dict.fromkeys(row["op"] for row in rows):
+        if op.split()[0] not in SIMPLE:
+            peer = "`x.to(dtype)`" if op == "stochastic_round" else "torch"
+            text += loss(f"{op} / {peer}", "", of_elements(where(rows, op=op)))
+    return text
+
+
+def of_elements(rows: Iterable[Row]) -> list[tuple[float, str]]:
+    return [(1 / r["torch / ours"], f"{r['n']:,} {r['dtype']}") for r in rows]
+
+
+def of_products(rows: Iterable[Row]) -> list[tuple[float, str]]:
+    found = []
+    for r in rows:
+        batch = f"{r['batch']} of " if r.get("batch") else ""
+        ran = ", by cuBLAS" if r.get("kernel") == "library" else ""
+        dtype = r.get("type", r["dtype"])
+        size = f"{batch}{r['m']:,} x {r['k']:,} x {r['n']:,} {r['layout']} {dtype}{ran}"
+        found.append((1 / r["ours / torch"], size))
+    return found
 
 
 def ops() -> str:
@@ -263,9 +398,8 @@ def of_elementwise(rows: Sequence[Row]) -> str:
         ours, theirs = speeds(row, "GB/s")
         return line(title, ours, f"{peer}: {theirs}", against_torch([row], "torch / ours"))
 
-    simple = ("sigmoid", "relu", "round", "floor", "ceil", "trunc")
-    ratios = f"{from_size(2**24, *simple)}; {from_size(2**24, *simple, ratio='ours / copy')}"
-    text = line(f"{', '.join(simple)}, 2^24 elements and more", "", "torch; a copy", ratios)
+    ratios = f"{from_size(2**24, *SIMPLE)}; {from_size(2**24, *SIMPLE, ratio='ours / copy')}"
+    text = line(f"{', '.join(SIMPLE)}, 2^24 elements and more", "", "torch; a copy", ratios)
     title = "round straight through, forward and backward, 2^28 float32"
     text += at_2_28(title, "round, straight through", "`x + (torch.round(x) - x).detach()`")
     text += at_2_28("binarize, 2^28 float32", "binarize", "`(x > 0.5).to(x.dtype)`")
@@ -308,19 +442,23 @@ def gemm_sizes() -> str:
     return text
 
 
-def cells() -> str:
-    """Cells derived from Python, GRU and RNN: times divided by the peer's."""
-    rows = [row for op in ("recurrence", "cells") if (RESULTS / f"{op}.json").is_file() for row in load(op)]
-    text = line("", *MODES) + "|---|---|---|\n"
+def groups_of_cells() -> dict[str, list[Row]]:
+    """The rows of cells with a peer, by both and the setting."""
     groups: dict[str, list[Row]] = {}
-    for row in rows:
+    for row in (*load("recurrence"), *load("cells")):
         if "peer" in row:
             is_half = row["part"] == "torch" and row["precision"] in HALVES
             setting = "half types" if is_half else SETTINGS[row["precision"]]
             groups.setdefault(f"{row['ours']} / {row['peer']}, {setting}", []).append(row)
-    for title, here in groups.items():
+    return groups
+
+
+def cells() -> str:
+    """Cells derived from Python, GRU and RNN: times divided by the peer's."""
+    text = line("", *MODES) + "|---|---|---|\n"
+    for title, here in groups_of_cells().items():
         text += line(title, *(summary([row[f"{mode} ratio"] for row in here]) for mode in MODES))
-    resets = [row for row in rows if row["part"] == "reset"]
+    resets = where(load("recurrence"), part="reset")
     for title, peer in (
         ("LSTM with resets / without, bfloat16", "without"),
         ("… / nn.LSTM on parts of the sequence", "split nn.LSTM"),
@@ -344,20 +482,31 @@ def scans() -> str:
                 found += line(f"{part} / {peer}{title}", *(summary(x) if x else "" for x in of_modes))
         return found
 
-    def beside_copy(part: str, here: Sequence[Row]) -> str:
-        large = [row for row in here if row["MB"] >= 400]
-        medium = [row for row in here if 100 <= row["MB"] < 400]
-        found = lines(part, ", from 400 MB on", large, ["copy"])
-        return found + lines(part, ", 100 to 400 MB", medium, ["copy"])
-
     of_scan, constant = where(rows, part="scan"), where(rows, part="constant a")
     peers = [key[2:] for row in rows for key in row if key.startswith("/ ")]
     others = [peer for peer in dict.fromkeys(peers) if peer != "copy"]
-    text += beside_copy("scan", of_scan) + lines("scan", ", all sizes", of_scan, others)
-    text += beside_copy("scan, a number as a", constant) + lines("scan, a number as a", "", constant, others)
+    text += lines("scan", ", all sizes", of_scan, others) + lines("scan, a number as a", "", constant, others)
+    of_parts = {"scan": of_scan, "scan, a number as a": constant}
     for name in dict.fromkeys(row["cell"] for row in where(rows, part="cells")):
-        text += beside_copy(f"`cells.{name}`", where(rows, part="cells", cell=name))
-    return text + of_gae(where(rows, part="GAE"))
+        of_parts[f"`cells.{name}`"] = where(rows, part="cells", cell=name)
+    return text + beside_copy(of_parts) + of_gae(where(rows, part="GAE"))
+
+
+def beside_copy(parts: Mapping[str, Sequence[Row]]) -> str:
+    """A table of its own: times in parts of a copy's, by size."""
+    kinds = [(mode, least, most) for mode in MODES for least, most in ((400, math.inf), (100, 400))]
+    titles = [
+        f"{mode}, {f'from {least} MB on' if most == math.inf else f'{least} to {most} MB'}"
+        for mode, least, most in kinds
+    ]
+    text = "\n" + line("ours / copy", *titles) + line(*["---"] * (1 + len(kinds)))
+    for part, rows in parts.items():
+        cells = []
+        for mode, least, most in kinds:
+            found = [r["/ copy"] for r in where(rows, mode=mode) if least <= r["MB"] < most]
+            cells.append(summary(found) if found else "")
+        text += line(part, *cells)
+    return text
 
 
 def of_gae(rows: Iterable[Row]) -> str:
@@ -395,8 +544,8 @@ def libraries() -> str:
 # The tables of each page, in the order of their marks.
 PAGES = {
     "README.md": [short],
-    "docs/benchmarks.md": [sizes, layers, scans, ops, gemm_sizes],
-    "docs/design/recurrence.md": [cells],
+    "docs/benchmarks.md": [proofs, sizes, layers, cells, scans, ops, gemm_sizes],
+    "docs/limits.md": [losses],
     "docs/libraries.md": [libraries, resets_of_torchrl],
 }
 

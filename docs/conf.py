@@ -19,3 +19,12 @@ add_module_names = False
 html_theme = "pydata_sphinx_theme"
 html_title = "lltm_ext"
 html_show_sourcelink = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_sidebars = {"index": [], "sizes": []}  # the groups are in the header; a picture takes the width
+html_theme_options = {
+    "header_links_before_dropdown": 6,  # all of them: no "More"
+    "navbar_align": "left",
+    "show_nav_level": 2,
+    "secondary_sidebar_items": {"**": ["page-toc"], "index": [], "sizes": []},
+}

@@ -1,4 +1,4 @@
-"""PyTorch CUDA extensions: LLTM and LSTM layers, sigmoid, relu, straight-through steps, quantizers, GEMM."""
+"""Fast recurrent layers for PyTorch (LSTM, GRU, RNN, LLTM, own cells), scans, GEMM and quantizers in CUDA."""
 
 # The __all__ of each module lists its public names.
 # ruff: noqa: F403

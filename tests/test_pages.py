@@ -4,6 +4,8 @@ import contextlib
 import io
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,19 @@ def test_the_code_of_a_page_prints_what_it_says(page):
         with contextlib.redirect_stdout(output):
             exec(compile(block, page, "exec"), namespace)
         assert output.getvalue().splitlines() == said(block)
+
+
+def test_the_code_of_the_readme_runs_in_the_clone_as_the_readme_says():
+    """`-I` keeps the source folder off the path; without an installed package there is nothing to run."""
+    readme = (ROOT / "README.md").read_text()
+    assert "`.venv/bin/python -I`" in readme
+    python = [sys.executable, "-I", "-c"]
+    installed = "import importlib.util, sys; sys.exit(importlib.util.find_spec('lltm_ext') is None)"
+    if subprocess.run([*python, installed], cwd=ROOT).returncode:
+        pytest.skip("lltm_ext is not installed")
+    (block,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    found = subprocess.run([*python, block], cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout.splitlines() == said(block), found.stderr
 
 
 @pytest.mark.parametrize("notebook", sorted(path.name for path in ROOT.glob("docs/*.ipynb")))
