@@ -111,11 +111,10 @@ std::string custom_cell_algorithm(const at::Tensor& input, const OptionalTensor&
   if (!backward && takes_single_step(op, call)) return "stepwise";
   const KernelGuard guard(input);
   const SequenceSizes sizes(op.shape(), call);
-  const Plan plan =
-      pads_hidden(op, call)
-          ? plan_for(op, input, sizes.batch, padded_hidden(sizes.hidden), !batch_sizes, backward, algorithm)
-          : sizes.plan(op, input, backward, algorithm, /*sequences=*/1, /*side_by_side=*/false,
-                       /*steps=*/0);
+  const Plan plan = pads_hidden(op, call) ? plan_for(op, input, sizes.batch, padded_hidden(sizes.hidden),
+                                                     !batch_sizes, backward, algorithm, sizes.length)
+                                          : sizes.plan(op, input, backward, algorithm, /*sequences=*/1,
+                                                       /*side_by_side=*/false, sizes.length);
   return plan.algorithm == Algorithm::kCluster ? "cluster"
          : plan.algorithm == Algorithm::kGrid  ? "grid"
                                                : "stepwise";

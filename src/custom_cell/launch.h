@@ -43,8 +43,8 @@ auto with_type(at::ScalarType type, F&& f) {
 // Plans one launch of `sequences` sequences of `steps` steps. An algorithm that can't run a single one is an
 // error; several can still run one after the other.
 inline Plan plan_for(const CellOp& of, const at::Tensor& input, int64_t batch, int64_t hidden, bool dense,
-                     bool backward, c10::string_view algorithm, size_t sequences = 1,
-                     bool side_by_side = false, int64_t steps = 0, int64_t heads = 1) {
+                     bool backward, c10::string_view algorithm, int64_t steps, size_t sequences = 1,
+                     bool side_by_side = false, int64_t heads = 1) {
   const std::string name = of.name();
   const char* const op = name.c_str();
   const Algorithm wanted = algorithm_named(op, algorithm);
@@ -108,12 +108,12 @@ struct SequenceSizes {
   Plan plan(const CellOp& op, const at::Tensor& like, bool backward, c10::string_view algorithm,
             size_t sequences, bool side_by_side, int64_t steps) const {
     if (heads > 1 && like.is_cuda()) {
-      const Plan of_heads = plan_for(op, like, batch, hidden, !batch_sizes, backward, algorithm, sequences,
-                                     side_by_side, steps, heads);
+      const Plan of_heads = plan_for(op, like, batch, hidden, !batch_sizes, backward, algorithm, steps,
+                                     sequences, side_by_side, heads);
       if (of_heads.runs_all_steps()) return of_heads;
     }
-    return plan_for(op, like, batch, hidden, !batch_sizes, backward, algorithm, sequences, side_by_side,
-                    steps);
+    return plan_for(op, like, batch, hidden, !batch_sizes, backward, algorithm, steps, sequences,
+                    side_by_side);
   }
   // What a plan takes of weight_hh.
   at::Tensor weight_hh(const Plan& plan, const Direction& d) const {

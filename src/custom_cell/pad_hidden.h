@@ -27,7 +27,7 @@ inline bool is_multiple_of_8(const at::Tensor& weight_hh) {
 // Whether a persistent kernel takes all steps of an unpadded dense sequence, forward and so backward.
 inline bool has_kernels_of(const CellOp& op, const at::Tensor& input, int64_t hidden) {
   const c10::DeviceGuard device(input.device());
-  return plan_for(op, input, input.size(1), hidden, /*dense=*/true, /*backward=*/false, "auto")
+  return plan_for(op, input, input.size(1), hidden, /*dense=*/true, /*backward=*/false, "auto", input.size(0))
       .runs_all_steps();
 }
 

@@ -44,7 +44,7 @@ struct Problem {
   int sequences = 1;          // sequences of these sizes that one launch runs side by side
   bool tf32 = false;          // float32 operands may be rounded to TF32
   bool side_by_side = false;  // another such sequence runs on another stream
-  int64_t steps = 0;          // that one launch runs
+  int64_t steps;              // that one launch runs
   int heads = 1;              // into which the product with h is divided; `hidden` is that of a head
 };
 
