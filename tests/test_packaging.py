@@ -243,14 +243,15 @@ def test_the_source_revision_is_gits_tree_hash(tmp_path):
 )
 def test_a_module_that_embeds_headers_is_compiled_again_after_an_edit(tmp_path, text, again):
     src, folder = tmp_path / "src", tmp_path / "objects"
-    files = [str(write(src / "op/op.cpp", text)), str(write(src / "op/op_kernel.cu"))]
+    others = [str(write(src / "op" / name)) for name in ("op_cpu.cpp", "op_kernel.cu")]
+    files = [str(write(src / "op/op.cpp", text)), *others]
     os.utime(write(src / "op/x.cuh"), (999, 999))
-    unit, *kernels = build_native.in_one_unit(files, folder, src)
-    assert (Path(unit).read_text(), kernels) == ('#include "op/op.cpp"\n', files[1:])
+    unit, *rest = build_native.in_one_unit(files, folder, src)
+    assert (Path(unit).read_text(), rest) == ('#include "op/op.cpp"\n', others)
     for edited, written in ((999, False), (1001, again)):
         os.utime(unit, (1000, 1000))
         os.utime(src / "op/x.cuh", (edited, edited))
-        assert build_native.in_one_unit(files, folder, src) == [unit, *kernels]
+        assert build_native.in_one_unit(files, folder, src) == [unit, *rest]
         assert (Path(unit).stat().st_mtime != 1000) is written
 
 
