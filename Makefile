@@ -111,7 +111,7 @@ $(LINT): $(TOOLS)
 	@touch $@
 
 $(INSTALLED): $(TOOLS) $(SOURCES)
-	@echo "== lltm_ext: compiling for this machine what is new, and installing (the first time: two minutes)"
+	@echo "== lltm_ext: compiling for this machine what is new, and installing (the first time: minutes)"
 	env $$($(BIN)/python tools/here.py) $(BIN)/pip install -q --no-build-isolation ".[test,demo,bench]"
 	@rm -f $(INSTALLED_WHEEL)
 	@touch $@
@@ -122,8 +122,9 @@ $(INSTALLED_WHEEL): $(WHEEL)
 	@touch $(INSTALLED) $@
 
 # In isolation, as for someone who installs the sdist: pip downloads torch and the compiler again, for the build only.
+$(WHEEL): export TORCH_CUDA_ARCH_LIST ?= all
 $(WHEEL): $(TOOLS) $(SOURCES)
-	@echo "== dist: the sdist, and the wheel for all GPUs from it (the first time: ten minutes)"
+	@echo "== dist: the sdist, and the wheel for all GPUs from it (docs/install.md says how long it takes)"
 	rm -rf dist && $(BIN)/python setup.py -q sdist
 	SOURCE_DATE_EPOCH=315532800 $(BIN)/pip wheel -q --no-deps -w dist dist/*.tar.gz
 	$(BIN)/python tools/check_wheel.py dist/*.whl
@@ -134,6 +135,7 @@ $(WHEELHOUSE)/.sdist: $(TOOLS) $(SOURCES)
 	rm -f $(WHEELHOUSE)/*.tar.gz && $(BIN)/python setup.py -q sdist --dist-dir $(WHEELHOUSE)
 	@touch $@
 
+$(WHEELHOUSE)/.%: export TORCH_CUDA_ARCH_LIST ?= all
 $(WHEELHOUSE)/.%: $(WHEELHOUSE)/.sdist
 	@echo "== wheelhouse: the wheel for Python and torch $* (two environments of some 5 GB, one after the other)"
 	$(BIN)/python tools/wheels.py build $* --sdist $(WHEELHOUSE)/*.tar.gz --platform $(PLATFORM) \

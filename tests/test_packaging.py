@@ -166,17 +166,19 @@ def test_torch_decides_on_cuda_unless_the_variable_does(choice, torch_cuda, want
 
 
 @pytest.mark.parametrize(
-    "known,listed,chosen",
+    "known,listed,gpus,chosen",
     [
-        ("50 75 80 86 87 89 90 90a", "", "7.5 8.0 8.6 9.0+PTX"),
-        ("75 80 86 87 88 89 90 100 110 103 120 121", "", "7.5 8.0 8.6 9.0 10.0 12.0+PTX"),
-        ("75 90", "8.0;9.0+PTX", "8.0 9.0+PTX"),
-        ("75 90", " 8.0; 9.0+PTX ", "8.0 9.0+PTX"),
+        ("50 75 80 86 87 89 90 90a", "", "", "7.5 8.0 8.6 9.0+PTX"),
+        ("75 80 86 87 88 89 90 100 110 103 120 121", "", "", "7.5 8.0 8.6 9.0 10.0 12.0+PTX"),
+        ("75 80 90", "", "8.0 9.0", "8.0 9.0"),
+        ("75 80 90", "all", "9.0", "7.5 8.0 9.0+PTX"),
+        ("75 90", "8.0;9.0+PTX", "9.0", "8.0 9.0+PTX"),
+        ("75 90", " 8.0; 9.0+PTX ", "", "8.0 9.0+PTX"),
     ],
 )
-def test_architectures_are_those_listed_or_those_that_the_compiler_knows(tmp_path, known, listed, chosen):
+def test_architectures_are_listed_or_of_the_gpus_or_all(tmp_path, known, listed, gpus, chosen):
     nvcc = make_toolkit(tmp_path, architectures=known) / "bin/nvcc"
-    assert toolchain.architectures(nvcc, {"TORCH_CUDA_ARCH_LIST": listed}) == chosen.split()
+    assert toolchain.architectures(nvcc, {"TORCH_CUDA_ARCH_LIST": listed}, gpus.split) == chosen.split()
 
 
 def test_9_0_is_compiled_as_9_0a():
@@ -243,14 +245,15 @@ def test_the_source_revision_is_gits_tree_hash(tmp_path):
 )
 def test_a_module_that_embeds_headers_is_compiled_again_after_an_edit(tmp_path, text, again):
     src, folder = tmp_path / "src", tmp_path / "objects"
-    files = [str(write(src / "op/op.cpp", text)), str(write(src / "op/op_kernel.cu"))]
+    others = [str(write(src / "op" / name)) for name in ("op_cpu.cpp", "op_kernel.cu")]
+    files = [str(write(src / "op/op.cpp", text)), *others]
     os.utime(write(src / "op/x.cuh"), (999, 999))
-    unit, *kernels = build_native.in_one_unit(files, folder, src)
-    assert (Path(unit).read_text(), kernels) == ('#include "op/op.cpp"\n', files[1:])
+    unit, *rest = build_native.in_one_unit(files, folder, src)
+    assert (Path(unit).read_text(), rest) == ('#include "op/op.cpp"\n', others)
     for edited, written in ((999, False), (1001, again)):
         os.utime(unit, (1000, 1000))
         os.utime(src / "op/x.cuh", (edited, edited))
-        assert build_native.in_one_unit(files, folder, src) == [unit, *kernels]
+        assert build_native.in_one_unit(files, folder, src) == [unit, *rest]
         assert (Path(unit).stat().st_mtime != 1000) is written
 
 
@@ -515,7 +518,9 @@ class TestWheel:
         expected = {"version": BUILT_VERSION, "torch": torch.__version__, "cuda": CUDA, "source": of_checkout}
         by_make = not wheel.is_relative_to(target.folder)  # then it has all architectures
         all_of_them = (
-            toolchain.architectures(toolchain.find_cuda(CUDA).nvcc, {}) if CUDA and by_make else ["7.5"]
+            toolchain.architectures(toolchain.find_cuda(CUDA).nvcc, {"TORCH_CUDA_ARCH_LIST": "all"})
+            if CUDA and by_make
+            else ["7.5"]
         )
         assert record | expected | {"architectures": all_of_them if CUDA else []} == record
 

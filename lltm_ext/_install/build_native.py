@@ -33,9 +33,9 @@ def source_folder() -> Path:
 
 
 def ops(src: Path) -> list[str]:
-    """The op with most code comes first: modules are built in parallel, and it must not start last."""
+    """The op with most files comes first: modules are built in parallel, and it must not start last."""
     found = (file.stem for file in src.glob("*/*.cpp") if file.stem == file.parent.name)
-    return sorted(found, key=lambda op: (-sum(file.stat().st_size for file in (src / op).iterdir()), op))
+    return sorted(found, key=lambda op: (-len(list((src / op).iterdir())), op))
 
 
 def sources(src: Path, op: str, cuda: bool) -> list[str]:
@@ -50,10 +50,11 @@ def sources(src: Path, op: str, cuda: bool) -> list[str]:
 def in_one_unit(files: list[str], folder: Path, src: Path) -> list[str]:
     """These files with a file in `folder` in place of the C++ ones, which includes them.
 
-    Compiled one by one, they take 1.6 times as long: most of it is torch's headers. The file is written
-    again, and so compiled again, if a header is newer that one of them embeds: no compiler lists these.
+    Compiled one by one, they take 1.6 times as long: most of it is torch's headers. <op>_cpu.cpp includes
+    few of these, so another core can compile it. The file is written again, and so compiled again, if a
+    header is newer that one of them embeds: no compiler lists these.
     """
-    cpp = [file for file in files if file.endswith(".cpp")]
+    cpp = [file for file in files if file.endswith(".cpp") and not file.endswith("_cpu.cpp")]
     text = "".join(f'#include "{Path(file).relative_to(src).as_posix()}"\n' for file in cpp)
     newest = 0.0
     if any("LLTM_EMBED(" in Path(file).read_text() for file in cpp):
@@ -126,13 +127,20 @@ class Target:
 
         # setuptools would give each editable install a new folder.
         objects = f"build/{name}-torch{self.torch.__version__}-{'cuda' if self.cuda else 'cpu'}"
+        listed, cuda, jobs = " ".join(self.architectures), self.cuda, self.jobs
 
         class Command(BuildExtension):
             def finalize_options(self) -> None:
                 self.build_temp: str = self.build_temp or objects
                 super().finalize_options()
 
+            def swig_sources(self, files: list[str], extension: Any) -> list[str]:
+                """Orders the files, which setuptools has just sorted, for ninja: the longest start first."""
+                return sorted(files, key=lambda file: "hopper" not in file)
+
             def run(self) -> None:
+                nvcc = f"nvcc {cuda.version} of {cuda.home} for {listed}" if cuda else "no nvcc"
+                print(f"lltm_ext {record['version']}: {nvcc}, {jobs} jobs", flush=True)
                 super().run()
                 package = Path(self.get_ext_fullpath("lltm_ext._C")).parent
                 (package / build_record.FILE.name).write_text(json.dumps(record, indent=2) + "\n")
@@ -166,9 +174,6 @@ def against(torch: ModuleType, src: Path) -> dict[str, Any]:
 
     class BuildModules(target.command(str(sys.implementation.cache_tag), target.record(version))):  # type: ignore[misc]
         def run(self) -> None:
-            listed, cuda = " ".join(target.architectures), target.cuda
-            nvcc = f"nvcc {cuda.version} of {cuda.home} for {listed}" if cuda else "no nvcc"
-            print(f"lltm_ext {version}: {nvcc}, {target.jobs} jobs", flush=True)
             self.parallel, self.start, self.built, self.failed = at_once, time.monotonic(), 0, False
             super().run()
 

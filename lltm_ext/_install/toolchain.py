@@ -13,10 +13,11 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from lltm_ext._install import probe
 from lltm_ext._version import TOOLKIT, major, minor, number
 
 # Code for x.y runs on x.z if z >= y: a GPU of 8.9 runs the code for 8.6.
@@ -185,17 +186,27 @@ def smallest_code(nvcc: Path) -> list[str]:
     return ["--compress-mode=size"] if "--compress-mode" in _output(nvcc, "--help") else []
 
 
-def architectures(nvcc: Path, env: Mapping[str, str] = os.environ) -> list[str]:
-    """TORCH_CUDA_ARCH_LIST, or what nvcc knows of ARCHITECTURES, with PTX of the last for later GPUs."""
-    if chosen := named_architectures(env):
-        for architecture in chosen:
-            family = architecture.partition("+")[0]
-            if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", architecture) and family not in FAMILIES:
-                raise ToolchainError(
-                    "TORCH_CUDA_ARCH_LIST must name architectures such as 9.0 or Hopper, "
-                    f"got {architecture!r}. Run: unset TORCH_CUDA_ARCH_LIST"
-                )
-        return chosen
+def architectures(
+    nvcc: Path, env: Mapping[str, str] = os.environ, gpus: Callable[[], list[str]] = probe.gpus
+) -> list[str]:
+    """TORCH_CUDA_ARCH_LIST, or else those of the GPUs here. `all`, or no GPU: all that nvcc knows."""
+    chosen = named_architectures(env)
+    if not chosen and (present := gpus()):
+        return architectures_of(present, nvcc)
+    if chosen in ([], ["all"]):
+        return _all_known_to(nvcc)
+    for architecture in chosen:
+        family = architecture.partition("+")[0]
+        if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", architecture) and family not in FAMILIES:
+            raise ToolchainError(
+                "TORCH_CUDA_ARCH_LIST must be all, or architectures such as 9.0 or Hopper, "
+                f"got {architecture!r}. Run: unset TORCH_CUDA_ARCH_LIST"
+            )
+    return chosen
+
+
+def _all_known_to(nvcc: Path) -> list[str]:
+    """What nvcc knows of ARCHITECTURES, with PTX of the last for later GPUs."""
     known = _known_to(nvcc)
     *usable, last = (architecture for architecture in ARCHITECTURES if architecture in known)
     return [*usable, f"{last}+PTX"]

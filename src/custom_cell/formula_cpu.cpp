@@ -145,14 +145,52 @@ class Workspace {
   std::vector<A> memory_;
 };
 
-// The values of n units from unit `first` of all B * H on, in slots of `width` units.
+// The instructions of a formula, on values in slots of `width` units.
+template <typename A>
+struct Instructions {
+  const Formula& formula;
+  A* memory;
+  int64_t width;
+
+  A* slot(int i) const { return memory + i * width; }
+
+  void operator()(int64_t, int64_t, int n) const {
+    using Math = MathOf<A>;
+    using Op = Formula::Op;
+    for (const Formula::Instruction& instruction : formula.code) {
+      A* const to = slot(instruction.to);
+      const A *const from_a = slot(instruction.a), *const from_b = slot(instruction.b),
+                     *const from_c = slot(instruction.c);
+      switch (instruction.op) {
+#define LLTM_FORMULA_CASE(name, value)                                      \
+  case Op::k_##name:                                                        \
+    LLTM_STEP_INDEPENDENT                                                   \
+    for (int i = 0; i < n; ++i) {                                           \
+      [[maybe_unused]] const A a = from_a[i], b = from_b[i], c = from_c[i]; \
+      to[i] = value;                                                        \
+    }                                                                       \
+    break;
+        LLTM_FORMULA_OPS(LLTM_FORMULA_CASE)
+#undef LLTM_FORMULA_CASE
+#define LLTM_FORMULA_CASE(name, f) \
+  case Op::k_##name:               \
+    f(from_a, n, to);              \
+    break;
+        LLTM_FORMULA_ROW_OPS(LLTM_FORMULA_CASE)
+#undef LLTM_FORMULA_CASE
+      }
+    }
+  }
+};
+
+// The values of n units from unit `first` of all B * H on.
 template <typename A>
 class Block {
  public:
-  Block(A* memory, int64_t width, int64_t hidden, int64_t first, int n, const Formula& formula)
-      : formula_(formula), memory_(memory), width_(width), hidden_(hidden), first_(first), n_(n) {}
+  Block(const Instructions<A>& instructions, int64_t hidden, int64_t first, int n)
+      : instructions_(instructions), hidden_(hidden), first_(first), n_(n) {}
 
-  A* slot(int i) const { return memory_ + i * width_; }
+  A* slot(int i) const { return instructions_.slot(i); }
 
   // Calls f(i, row, unit, n) for the parts of the block that are of one row: n units from place i of the
   // block.
@@ -166,38 +204,14 @@ class Block {
     }
   }
 
+  // Compiled once, not inlined into each way to load and to store: it is most of their code.
   void compute() const {
-    using Math = MathOf<A>;
-    using Op = Formula::Op;
-    for (const Formula::Instruction& instruction : formula_.code) {
-      A* const to = slot(instruction.to);
-      const A *const from_a = slot(instruction.a), *const from_b = slot(instruction.b),
-                     *const from_c = slot(instruction.c);
-      switch (instruction.op) {
-#define LLTM_FORMULA_CASE(name, value)                                      \
-  case Op::k_##name:                                                        \
-    LLTM_STEP_INDEPENDENT                                                   \
-    for (int i = 0; i < n_; ++i) {                                          \
-      [[maybe_unused]] const A a = from_a[i], b = from_b[i], c = from_c[i]; \
-      to[i] = value;                                                        \
-    }                                                                       \
-    break;
-        LLTM_FORMULA_OPS(LLTM_FORMULA_CASE)
-#undef LLTM_FORMULA_CASE
-#define LLTM_FORMULA_CASE(name, f) \
-  case Op::k_##name:               \
-    f(from_a, n_, to);             \
-    break;
-        LLTM_FORMULA_ROW_OPS(LLTM_FORMULA_CASE)
-#undef LLTM_FORMULA_CASE
-      }
-    }
+    static const auto units = step_cpu::run_units_of_this_cpu<Instructions<A>>();
+    units(instructions_, n_, 0, n_, n_);
   }
 
  private:
-  const Formula& formula_;
-  A* const memory_;
-  const int64_t width_;
+  const Instructions<A> instructions_;
   const int64_t hidden_;
   const int64_t first_;
   const int n_;
@@ -411,8 +425,8 @@ void run(const Formula& formula, const CellShape& shape, const Step& step) {
   const int64_t hidden = step.hidden, width = shape.over_units ? hidden : kBlock;
   const auto blocks = [&](int64_t row, int64_t unit, int n) {
     static thread_local Workspace<A> workspace;
-    A* const memory = workspace.of(formula, width);
-    run_block(formula, shape, step, Block<A>(memory, width, hidden, row * hidden + unit, n, formula));
+    const Instructions<A> instructions = {formula, workspace.of(formula, width), width};
+    run_block(formula, shape, step, Block<A>(instructions, hidden, row * hidden + unit, n));
   };
   if (shape.over_units) {
     step_cpu::for_each_row<A>(step.batch, hidden, blocks);
