@@ -14,8 +14,19 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 BEGIN, END = "<!-- by benchmarks/harness.py plot -->\n", "<!-- end -->\n"
 MODES = ("forward", "training")
-HALVES = ("bfloat16", "float16")
+HALVES, HALF = ("bfloat16", "float16"), "half types"
 PEER = "nn.LSTM"
+COMPILED_LOOP = "torch.compile'd loop"
+FASTER_HALF = "in half types the faster of its two"
+TORCHRLS = ("pad", "scan", "triton")  # backends of torchrl's modules
+# Scans of other libraries, as scan.py names them.
+OF_LIBRARIES = (
+    "associative_scan",
+    "accelerated-scan Triton",
+    "accelerated-scan warp",
+    "HGRN recurrent",
+    "HGRN chunk",
+)
 
 
 def load(op: str) -> list[Row]:
@@ -24,6 +35,48 @@ def load(op: str) -> list[Row]:
 
 def where(rows: Iterable[Row], **wanted: Any) -> list[Row]:
     return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def published(rows: Iterable[Row]) -> list[Row]:
+    """What tables and pictures show: no compiled loop for a cell of which another library has a kernel."""
+    rows = beside_faster_half(rows)
+    known = {cell_of(row) for row in rows if row.get("peer", COMPILED_LOOP) != COMPILED_LOOP}
+    return [row for row in rows if row.get("peer") != COMPILED_LOOP or cell_of(row) not in known]
+
+
+def cell_of(row: Row) -> str:
+    """'slstm' of 'Recurrent(slstm, heads=4)'."""
+    return str(row.get("ours", "")).removeprefix("Recurrent(").rstrip(")").split(",")[0]
+
+
+def beside_faster_half(rows: Iterable[Row]) -> list[Row]:
+    """Rows of layers, with one for both half types where the peer is torch's layer.
+
+    The algorithm that torch chooses for one half type is often several times slower than for the other. So in
+    each mode the row has the times, ours and torch's, of the type in which torch's layer is faster. A
+    comparison in one half type only is left out.
+    """
+    found, of_halves = [], dict[tuple[Any, ...], list[Row]]()
+    for row in rows:
+        is_of_torch = row.get("peer", PEER).startswith("nn.") and f"peer {MODES[0]} ms" in row
+        if row.get("precision") in HALVES and is_of_torch:
+            key = tuple(row.get(name) for name in ("part", "layer", "ours", "peer", "B", "T", "H"))
+            of_halves.setdefault(key, []).append(row)
+            if len(of_halves[key]) == len(HALVES):
+                found.append(faster_half(of_halves[key]))
+        else:
+            found.append(row)
+    return found
+
+
+def faster_half(halves: Sequence[Row]) -> Row:
+    """Memory is that of training."""
+    row = halves[0] | {"precision": HALF}
+    for mode in MODES:
+        faster = min(halves, key=lambda half: half[f"peer {mode} ms"])
+        kinds = (mode, "peak") if mode == "training" else (mode,)
+        row |= {key: value for key, value in faster.items() if any(f"{kind} " in key for kind in kinds)}
+    return row
 
 
 def spread(ratios: Sequence[float], unit: str, has_loss: bool) -> str:
@@ -57,7 +110,7 @@ def against_lstm(rows: Iterable[Row], ours: str, precision: str) -> list[float]:
 
 
 def against_faster_half(rows: Sequence[Row], ours: str) -> list[float]:
-    """In a half type, beside the faster of nn.LSTM's two."""
+    """In both half types, beside the faster of nn.LSTM's two. All took turns in one run."""
     found, shapes = [], {}
     for row in rows:
         shapes.setdefault((row["B"], row["T"], row["H"]), {})[row["precision"]] = row
@@ -69,8 +122,8 @@ def against_faster_half(rows: Sequence[Row], ours: str) -> list[float]:
     return found
 
 
-def of_recurrence(rows: Iterable[Row], ours: str, precisions: Sequence[str]) -> str:
-    chosen = [r for r in rows if r.get("ours") == ours and r["precision"] in precisions]
+def of_recurrence(rows: Iterable[Row], ours: str, precision: str) -> str:
+    chosen = where(rows, ours=ours, precision=precision)
     return summary([r[f"{mode} ratio"] for r in chosen for mode in MODES])
 
 
@@ -90,6 +143,7 @@ def layers() -> str:
     layer = [r for r in rows if r["part"] == "layer"]
     both = [r for r in rows if r["part"] == "bidirectional"]
     likewise, faster = f"`{PEER}` likewise", f"the faster of `{PEER}` bfloat16 and float16"
+    cells = beside_faster_half(cells)
     text = line("", "lltm_ext", "peer", "") + "|---|---|---|---|\n"
     for ours, title in (
         ("LSTM", "LSTM layer in float32, 8 shapes, forward and training"),
@@ -97,12 +151,11 @@ def layers() -> str:
     ):
         name = f"lltm_ext.{ours}"
         text += line(title, "", likewise, summary(against_lstm(layer, name, "float32")))
-        text += line("… in bfloat16", "", likewise, summary(against_lstm(layer, name, "bfloat16")))
         text += line("… in half types", "", faster, summary(against_faster_half(layer, name)))
         text += line("… in IEEE float32", "", likewise, summary(against_lstm(layer, name, "ieee")))
     for ours, title in (("GRU", "GRU in half types; float32; IEEE"), ("RNN", "RNN likewise")):
-        of_types = [of_recurrence(cells, ours, p) for p in (HALVES, ("float32",), ("ieee",))]
-        text += line(title, "", f"`nn.{ours}` likewise", "; ".join(of_types))
+        of_types = [of_recurrence(cells, ours, p) for p in (HALF, "float32", "ieee")]
+        text += line(title, "", f"`nn.{ours}`, {FASTER_HALF}", "; ".join(of_types))
     for title, *what in (
         ("LLTM forward, bfloat16 (B 16, T 1000, H 256)", "LLTM", "forward", "bfloat16", 16, 1000, 256),
         ("… training", "LLTM", "training", "bfloat16", 16, 1000, 256),
@@ -112,11 +165,12 @@ def layers() -> str:
         ("LSTM training, float32 (B 64, T 512, H 512)", "LSTM", "training", "float32", 64, 512, 512),
     ):
         text += line(title, *at_shape(layer, *what))
-    names = {
-        name for row in both for name in ("lltm_ext.LLTM", "lltm_ext.LSTM") if f"{name} forward ms" in row
-    }
-    ratios = [r[f"{m} {n} / {PEER}"] for r in both for m in MODES for n in names if f"{n} {m} ms" in r]
-    text += line("LLTM and LSTM in both directions, 4 shapes, four precisions", "", likewise, summary(ratios))
+    ratios = []
+    for name in ("lltm_ext.LLTM", "lltm_ext.LSTM"):
+        ratios += [x for p in ("float32", "ieee") for x in against_lstm(both, name, p)]
+        ratios += against_faster_half(both, name)
+    peer = f"`{PEER}`, {FASTER_HALF}"
+    text += line("LLTM and LSTM in both directions, 4 shapes, four precisions", "", peer, summary(ratios))
     memory = next(r for r in layer if (r["precision"], r["H"]) == ("bfloat16", 1024) and r["B"] == 32)
     ours, theirs = memory["lltm_ext.LLTM peak MiB"], memory[f"{PEER} peak MiB"]
     title = "peak memory of LLTM training, bfloat16 (B 32, T 512, H 1024)"
@@ -147,12 +201,12 @@ def of_one_step(rows: Iterable[Row]) -> str:
     return text
 
 
-SETTINGS = {"float32": "float32", "ieee": "IEEE float32", "bfloat16": "bfloat16", "float16": "float16"}
+SETTINGS = {"float32": "float32", "ieee": "IEEE float32", HALF: HALF}
 
 
 def of_map(layer: str, precision: str, *kinds: str) -> list[float]:
     """Times in parts of nn.LSTM's at all sizes of the map."""
-    rows = [r for r in load("sizes") if (r["layer"], r["precision"]) == (f"lltm_ext.{layer}", precision)]
+    rows = where(beside_faster_half(load("sizes")), layer=f"lltm_ext.{layer}", precision=precision)
     return [row[key] for row in rows for key in (f"{kind} ratio" for kind in kinds) if row[key] is not None]
 
 
@@ -177,7 +231,8 @@ def short() -> str:
     of_sizes = []
     for precision, setting in SETTINGS.items():
         name = title if precision == "float32" else f"… in {setting}"
-        of_sizes.append(line(name, "", f"`{PEER}` likewise", summary(of_map("LSTM", precision, *MODES))))
+        peer = f"`{PEER}`, {FASTER_HALF}" if precision == HALF else f"`{PEER}` likewise"
+        of_sizes.append(line(name, "", peer, summary(of_map("LSTM", precision, *MODES))))
     return "".join([*rows[:2], *of_sizes, *chosen])
 
 
@@ -310,22 +365,57 @@ def gemm_sizes() -> str:
 
 def cells() -> str:
     """Cells derived from Python, GRU and RNN: times divided by the peer's."""
-    rows = [row for op in ("recurrence", "cells") if (RESULTS / f"{op}.json").is_file() for row in load(op)]
-    text = line("", *MODES) + "|---|---|---|\n"
+    rows = published([*load("recurrence"), *load("cells")])
+    text = line("", *MODES) + "|---|---|---|\n" + of_pairs(rows)
+    resets = where(rows, part="reset")
+    ratios = ([row[f"{mode} / without"] for row in resets] for mode in MODES)
+    text += line("LSTM with resets / without, bfloat16", *map(summary, ratios))
+    return text + against_torchrl(row for row in load("rl") if "resets" in row["model"])
+
+
+def of_pairs(rows: Iterable[Row]) -> str:
+    """A line for each pair of ours and a peer in a setting."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if "peer" in row:
-            is_half = row["part"] == "torch" and row["precision"] in HALVES
-            setting = "half types" if is_half else SETTINGS[row["precision"]]
+            setting = SETTINGS.get(row["precision"], row["precision"])
             groups.setdefault(f"{row['ours']} / {row['peer']}, {setting}", []).append(row)
-    for title, here in groups.items():
-        text += line(title, *(summary([row[f"{mode} ratio"] for row in here]) for mode in MODES))
-    resets = [row for row in rows if row["part"] == "reset"]
-    for title, peer in (
-        ("LSTM with resets / without, bfloat16", "without"),
-        ("… / nn.LSTM on parts of the sequence", "split nn.LSTM"),
-    ):
-        text += line(title, *(summary([row[f"{mode} / {peer}"] for row in resets]) for mode in MODES))
+    return "".join(
+        line(title, *(summary([row[f"{mode} ratio"] for row in here]) for mode in MODES))
+        for title, here in groups.items()
+    )
+
+
+def against_torchrl(rows: Iterable[Row]) -> str:
+    """A line for each of torchrl's modules: converted by from_torch, beside its fastest backend."""
+    groups: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        own = [row[f"{name} ms"] for name in TORCHRLS if f"{name} ms" in row]
+        title = f"{row['model']}, converted / torchrl's fastest backend, float32"
+        ratios = groups.setdefault(title, {mode: [] for mode in MODES})
+        ratios[row["mode"]].append(row["converted ms"] / min(own))
+    return "".join(
+        line(title, *(summary(ratios[mode]) for mode in MODES)) for title, ratios in groups.items()
+    )
+
+
+def peers() -> str:
+    """Cells, scans and modules beside the kernels of other libraries: times divided by the peer's."""
+    text = line("", *MODES) + "|---|---|---|\n"
+    rows = sorted(load("cells"), key=lambda row: row["peer"] == COMPILED_LOOP)
+    names = ("cells" if row["peer"] == COMPILED_LOOP else cell_of(row) for row in rows)
+    text += of_pairs(row | {"ours": name} for row, name in zip(rows, names, strict=True))
+    text += of_scans("scan", ", float32", where(load("scan"), part="scan"), OF_LIBRARIES)
+    return text + against_torchrl(load("rl"))
+
+
+def of_scans(part: str, title: str, rows: Sequence[Row], peers: Iterable[str]) -> str:
+    """A line for each peer that was measured."""
+    text = ""
+    for key, peer in ((f"/ {peer}", peer) for peer in peers):
+        of_modes = [[row[key] for row in where(rows, mode=mode) if key in row] for mode in MODES]
+        if any(of_modes):
+            text += line(f"{part} / {peer}{title}", *(summary(x) if x else "" for x in of_modes))
     return text
 
 
@@ -336,25 +426,18 @@ def scans() -> str:
     rows = [row for row in load("scan") if "/ copy" in row]
     text = line("", *MODES) + "|---|---|---|\n"
 
-    def lines(part: str, title: str, here: Sequence[Row], peers: Iterable[str]) -> str:
-        found = ""
-        for key, peer in ((f"/ {peer}", peer) for peer in peers):
-            of_modes = [[row[key] for row in where(here, mode=mode) if key in row] for mode in MODES]
-            if any(of_modes):
-                found += line(f"{part} / {peer}{title}", *(summary(x) if x else "" for x in of_modes))
-        return found
-
     def beside_copy(part: str, here: Sequence[Row]) -> str:
         large = [row for row in here if row["MB"] >= 400]
         medium = [row for row in here if 100 <= row["MB"] < 400]
-        found = lines(part, ", from 400 MB on", large, ["copy"])
-        return found + lines(part, ", 100 to 400 MB", medium, ["copy"])
+        found = of_scans(part, ", from 400 MB on", large, ["copy"])
+        return found + of_scans(part, ", 100 to 400 MB", medium, ["copy"])
 
     of_scan, constant = where(rows, part="scan"), where(rows, part="constant a")
     peers = [key[2:] for row in rows for key in row if key.startswith("/ ")]
     others = [peer for peer in dict.fromkeys(peers) if peer != "copy"]
-    text += beside_copy("scan", of_scan) + lines("scan", ", all sizes", of_scan, others)
-    text += beside_copy("scan, a number as a", constant) + lines("scan, a number as a", "", constant, others)
+    text += beside_copy("scan", of_scan) + of_scans("scan", ", all sizes", of_scan, others)
+    text += beside_copy("scan, a number as a", constant)
+    text += of_scans("scan, a number as a", "", constant, others)
     for name in dict.fromkeys(row["cell"] for row in where(rows, part="cells")):
         text += beside_copy(f"`cells.{name}`", where(rows, part="cells", cell=name))
     return text + of_gae(where(rows, part="GAE"))
@@ -373,11 +456,12 @@ def of_gae(rows: Iterable[Row]) -> str:
 
 def resets_of_torchrl() -> str:
     """Times of torchrl's modules, converted and with its backends."""
-    text = line("module", "mode", "converted", "the layer alone", "`pad`", "`scan`")
-    text += line(*["---"] * 6)
+    text = line("module", "hidden", "mode", "converted", "the layer alone", *(f"`{x}`" for x in TORCHRLS))
+    text += line(*["---"] * (5 + len(TORCHRLS)))
     for row in load("rl"):
-        times = (f"{number(row[f'{name} ms'])} ms" for name in ("converted", "layer", "pad", "scan"))
-        text += line(row["model"], row["mode"], *times)
+        keys = [f"{name} ms" for name in ("converted", "layer", *TORCHRLS)]
+        times = (f"{number(row[key])} ms" if key in row else "" for key in keys)
+        text += line(row["model"], row["sizes"].rpartition(" ")[2], row["mode"], *times)
     return text
 
 
