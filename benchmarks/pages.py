@@ -482,6 +482,7 @@ PAGES = {
     "docs/benchmarks.md": [sizes, layers, scans, ops, gemm_sizes],
     "docs/design/recurrence.md": [cells],
     "docs/libraries.md": [libraries, resets_of_torchrl],
+    "docs/peers.md": [peers],
 }
 
 

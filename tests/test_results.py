@@ -9,7 +9,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/benchmarks.md", "docs/design/recurrence.md", "docs/libraries.md"]
+    "page",
+    ["README.md", "docs/benchmarks.md", "docs/design/recurrence.md", "docs/libraries.md", "docs/peers.md"],
 )
 def test_a_page_has_the_table_that_the_results_give(page):
     assert load("benchmarks/pages.py").updated(page) == (ROOT / page).read_text(), (
