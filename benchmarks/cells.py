@@ -1,18 +1,27 @@
-"""Cells with heads, norms, further products and spikes, beside compiled loops and layers of other libraries.
+"""Layers, and cells with heads, norms and spikes, beside compiled loops and layers of other libraries.
 
-    python -m pip install torchrl snntorch flashrnn einops
+    python -m pip install torchrl snntorch spikingjelly flashrnn einops
+    MAKEFLAGS=GPU_ARCH_FLAGS=-arch=sm_90 python -m pip install --no-build-isolation haste_pytorch
 
-torchrl's and FlashRNN's kernels are compiled at their first use, torchrl's in some minutes.
+torchrl's and FlashRNN's kernels are compiled at their first use, torchrl's in some minutes. Each is timed at
+sizes of its own benchmarks, as far as it has some. A peer that fails is named at the end.
+
+haste is of 2020: the architectures that its Makefile names are not those of CUDA 13. It takes cuBLAS and the
+CUDA runtime from $CUDA_HOME/lib64, or from $LIBRARY_PATH by the names libcublas.so and libcudart.so.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.metadata
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from harness import Bench, Row, finish, parse
 from libraries import is_installed
+from pages import COMPILED_LOOP
 from recurrence import COMPARED, MODES, Shape, claims_of, dtype_of, in_both_modes, random_input
 from recurrence import draw as draw
 from torch import Tensor, nn
@@ -66,7 +75,7 @@ class Looped(NamedTuple):
     cell: lltm_ext.RecurrentCell
     heads: int
     grid: tuple[Shape, ...]
-    peer: str = "torch.compile'd loop"
+    peer: str = COMPILED_LOOP
 
     @property
     def ours(self) -> str:
@@ -100,7 +109,8 @@ def measure_looped(bench: Bench, c: Looped, shape: Shape) -> Row:
 
 TORCHRL = "torchrl's DreamerV3BlockGRU"
 SNNTORCH = "snntorch's RLeaky in a loop"
-FLASHRNN = "FlashRNN's sLSTM"
+SPIKINGJELLY = "SpikingJelly's LIFNode"
+FLASHRNN = {"slstm": "FlashRNN's sLSTM", "lstm": "FlashRNN's LSTM"}
 
 
 def let_triton_compile_torchrl() -> None:
@@ -150,9 +160,11 @@ class OfSnntorch(nn.Module):
 
 
 class OfFlashRNN(nn.Module):
-    """FlashRNN's fused kernel of an sLSTM with heads, for projections [T, B, 4*H] in its own layout."""
+    """FlashRNN's fused kernel of a cell with heads, for projections [T, B, 4*H] in its own layout."""
 
-    def __init__(self, batch: int, hidden: int, heads: int, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, function: str, batch: int, hidden: int, heads: int, device: torch.device, dtype: torch.dtype
+    ):
         super().__init__()
         module = importlib.import_module(
             "flashrnn.flashrnn.flashrnn"
@@ -165,7 +177,7 @@ class OfFlashRNN(nn.Module):
             head_dim=size,
             num_heads=heads,
             batch_size=batch,
-            function="slstm",
+            function=function,
             backend="cuda_fused",
             output_shape="STBHD",
             **layout,
@@ -243,46 +255,154 @@ def measure_spikes(bench: Bench, shape: Shape, features: int) -> Row:
 
 
 class OfProjections(nn.Module):
-    """Our sLSTM with heads, for projections of the input, as FlashRNN's takes them."""
+    """Our cell with heads, for projections of the input, as FlashRNN's takes them."""
 
-    def __init__(self, hidden: int, heads: int, device: torch.device, dtype: torch.dtype):
+    def __init__(self, function: str, hidden: int, heads: int, device: torch.device, dtype: torch.dtype):
         super().__init__()
-        layer = lltm_ext.Recurrent(cells.slstm, 1, hidden, heads=heads, device=device, dtype=dtype)
+        self.cell = getattr(cells, function)
+        layer = lltm_ext.Recurrent(self.cell, 1, hidden, heads=heads, device=device, dtype=dtype)
         self.weight, self.bias = layer.weight_hh_l0, layer.bias_l0
 
     def forward(self, input: Tensor) -> tuple[Tensor, Any]:
         zeros = input.new_zeros(input.shape[1], self.weight.shape[0] // 4)
-        output: tuple[Tensor, Any] = cells.slstm(input, (zeros,) * 4, None, self.weight, self.bias)
+        hx = (zeros,) * len(self.cell.state_names)
+        output: tuple[Tensor, Any] = self.cell(input, hx, None, self.weight, self.bias)
         return output
 
 
-def measure_heads(bench: Bench, shape: Shape, heads: int) -> Row:
+def measure_heads(bench: Bench, function: str, shape: Shape, heads: int) -> Row:
     (batch, length, hidden), how = shape, (bench.device, torch.bfloat16)
     layers: dict[str, tuple[nn.Module, dict[str, Any]]] = {
-        "ours": (OfProjections(hidden, heads, *how), {}),
-        "peer": (OfFlashRNN(batch, hidden, heads, *how), {}),
+        "ours": (OfProjections(function, hidden, heads, *how), {}),
+        "peer": (OfFlashRNN(function, batch, hidden, heads, *how), {}),
     }
-    row: Row = {"part": "heads", "ours": f"slstm, heads={heads}", "peer": FLASHRNN, "precision": "bfloat16"}
-    row |= dict(zip("BTH", shape, strict=True))
+    row: Row = {"part": "heads", "ours": f"{function}, heads={heads}", "peer": FLASHRNN[function]}
+    row |= {"precision": "bfloat16"} | dict(zip("BTH", shape, strict=True))
     row |= in_both_modes(bench, layers, random_input((batch, length, 4 * hidden), *how), "bfloat16", hidden)
     return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
 
 
-def beside_other_libraries(bench: Bench, small: bool) -> list[Row]:
-    """Without a GPU, FlashRNN has no kernels."""
-    rows, missing = (
-        list[Row](),
-        [name for name in ("torchrl", "snntorch", "flashrnn") if not is_installed(name)],
-    )
-    if missing:
-        print(f"not measured: layers of {', '.join(missing)}, which are not installed")
-    if "torchrl" not in missing:
-        rows.append(measure_blocks(bench, (4, 4, 16) if small else (16, 64, 512), "bfloat16"))
-    if "snntorch" not in missing:
-        rows.append(measure_spikes(bench, (4, 4, 16) if small else (256, 100, 128), 700))
-    if "flashrnn" not in missing and bench.cuda and not small:
-        rows += [measure_heads(bench, *how) for how in (((8, 1024, 768), 3), ((64, 512, 512), 4))]
-    return rows
+class OfHaste(nn.Module):
+    """A layer of haste, which computes float32 without TF32."""
+
+    def __init__(self, name: str, features: int, hidden: int, device: torch.device):
+        super().__init__()
+        self.layer = getattr(importlib.import_module("haste_pytorch"), name)(features, hidden).to(device)
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Any]:
+        output: tuple[Tensor, Any] = self.layer.train(torch.is_grad_enabled())(input)
+        return output
+
+
+OUR_LAYERS: dict[str, tuple[str, Callable[..., nn.Module]]] = {
+    "LSTM": ("LSTM", lltm_ext.LSTM),
+    "GRU": ("GRU", lltm_ext.GRU),
+    "LayerNormLSTM": (
+        "Recurrent(layer_norm_lstm)",
+        functools.partial(lltm_ext.Recurrent, cells.layer_norm_lstm),
+    ),
+}
+
+
+def measure_haste(bench: Bench, name: str, shape: Shape, features: int) -> Row:
+    (ours, layer), hidden = OUR_LAYERS[name], shape[2]
+    layers: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+        "ours": (layer(features, hidden, device=bench.device), {}),
+        "peer": (OfHaste(name, features, hidden, bench.device), {}),
+    }
+    part = "norms" if name.startswith("LayerNorm") else "layers"
+    row: Row = {"part": part, "ours": ours, "peer": f"haste's {name}", "precision": "ieee", "I": features}
+    row |= dict(zip("BTH", shape, strict=True))
+    input = random_input((*shape[:2], features), bench.device, torch.float32)
+    row |= in_both_modes(bench, layers, input, "ieee", hidden)
+    return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
+
+
+@lltm_ext.recurrence(gates=1, states=("v",), recurrent=False)
+def lif_node(x: Any, s: Any) -> Any:
+    """SpikingJelly's LIFNode: the time constant is 2, and a spike takes the potential to 0."""
+    charged = s.v + (x[0] - s.v) / 2
+    spikes = lltm_ext.spike(charged - 1, "sigmoid", k=4)
+    return spikes, ((1 - spikes) * charged,)
+
+
+class OurNeurons(nn.Module):
+    def forward(self, input: Tensor) -> tuple[Tensor, Any]:
+        zeros = torch.zeros_like(input[0])
+        output: tuple[Tensor, Any] = lif_node(input, (zeros, zeros), None)
+        return output
+
+
+class OfSpikingJelly(nn.Module):
+    """All steps in one call, on CUDA by its Triton kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        neurons = importlib.import_module("spikingjelly.activation_based.neuron")
+        self.neurons = neurons.LIFNode(step_mode="m")
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Any]:
+        self.neurons.reset()
+        return self.neurons(input), self.neurons.v
+
+
+def measure_neurons(bench: Bench, shape: Shape) -> Row:
+    layers: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+        "ours": (OurNeurons(), {}),
+        "peer": (OfSpikingJelly(), {}),
+    }
+    row: Row = {"part": "spikes", "ours": "lif_node", "peer": SPIKINGJELLY, "precision": "float32"}
+    row |= dict(zip("BTH", shape, strict=True))
+    row |= in_both_modes(bench, layers, random_input(shape, bench.device, torch.float32), "float32")
+    return row | {f"{mode} ratio": row[f"ours {mode} ms"] / row[f"peer {mode} ms"] for mode in MODES}
+
+
+# Of FlashRNN's README, of its paper, which divides 768 units among 1 to 48 heads, and one more.
+OF_FLASHRNN: tuple[tuple[str, Shape, int], ...] = (
+    ("slstm", (8, 1024, 768), 3),
+    ("slstm", (64, 512, 512), 4),
+    ("slstm", (16, 1024, 768), 12),
+    ("lstm", (16, 1024, 768), 12),
+    ("lstm", (16, 1024, 768), 3),
+    ("lstm", (16, 1024, 768), 1),
+)
+# Batches, steps and input sizes of haste's charts, which have hidden sizes from 128 on.
+OF_HASTE: tuple[tuple[Shape, int], ...] = (
+    ((16, 50, 256), 128),
+    ((32, 50, 512), 256),
+    ((64, 50, 1024), 128),
+    ((128, 50, 2048), 256),
+)
+SMALL: Shape = (4, 4, 16)
+
+
+def comparisons(small: bool, cuda: bool) -> list[tuple[str, Callable[..., Row], tuple[Any, ...]]]:
+    """A library, what measures it, and the arguments. Without a GPU, FlashRNN and haste have no kernels."""
+    found: list[tuple[str, Callable[..., Row], tuple[Any, ...]]] = [
+        ("torchrl", measure_blocks, (SMALL if small else (16, 64, 512), "bfloat16")),
+        ("snntorch", measure_spikes, (SMALL if small else (256, 100, 128), 700)),
+    ]
+    of_neurons = [SMALL] if small else [(256, 100, 128), (64, 16, 16_384)]
+    found += [("spikingjelly", measure_neurons, (shape,)) for shape in of_neurons]
+    if cuda and not small:
+        found += [("flashrnn", measure_heads, how) for how in OF_FLASHRNN]
+        found += [("haste_pytorch", measure_haste, (name, *how)) for name in OUR_LAYERS for how in OF_HASTE]
+    return found
+
+
+def beside_other_libraries(bench: Bench, small: bool) -> tuple[list[Row], list[str]]:
+    """The rows, and what was not measured."""
+    rows, failures = list[Row](), list[str]()
+    for library, measure, arguments in comparisons(small, bench.cuda):
+        what = f"not measured: {library} {', '.join(map(str, arguments))}"
+        if not is_installed(library):
+            failures.append(f"{what}: it is not installed")
+            continue
+        try:
+            rows.append(measure(bench, *arguments) | {"version": importlib.metadata.version(library)})
+        except Exception as error:
+            failures.append(f"{what}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+    return rows, failures
 
 
 def main() -> None:
@@ -290,9 +410,10 @@ def main() -> None:
     bench = Bench(args.device, args.seconds)
     looped = [(c, shape) for c in LOOPED for shape in c.grid] if not args.small else []
     rows = [measure_looped(bench, *pair) for pair in looped]
-    rows += beside_other_libraries(bench, args.small)
-    columns = dict.fromkeys(("heads", "norms", "spikes"), COMPARED)
-    finish("cells", args, rows, columns, claims_of(rows))
+    others, failures = beside_other_libraries(bench, args.small)
+    rows += others
+    columns = dict.fromkeys(("layers", "heads", "norms", "spikes"), COMPARED)
+    finish("cells", args, rows, columns, claims_of(rows) + failures)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import tutorial_extension
 from harness import DTYPES, INK, OUR_COLOR, OURS, PEERS, Bench, Row, color, finish, parse, series
+from pages import FASTER_HALF, HALVES, lstm_time
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -42,7 +43,7 @@ SMALL_GRID: tuple[Shape, ...] = ((1, 32, 64), (16, 32, 64))
 BIDIRECTIONAL_GRID: tuple[Shape, ...] = ((1, 1000, 256), (16, 1000, 256), (64, 512, 512), (32, 512, 1024))
 CPU_GRID: tuple[Shape, ...] = ((1, 128, 256), (16, 128, 256), (32, 64, 512))
 # All layers of a group take turns.
-GROUPS = (("float32", "ieee"), ("bfloat16", "float16"))
+GROUPS = (("float32", "ieee"), HALVES)
 
 # One of the three varies.
 SWEEPS: dict[str, list[Shape]] = {
@@ -404,12 +405,12 @@ def measure_algorithms(bench: Bench, shape: Shape, precision: str) -> Row:
 
 # ---- the summary ---------------------------------------------------------------------------------
 
-# Our layer, and the precisions in which it is compared with the peer's fastest of these precisions.
+# Our layer, and the precisions in which it is compared with the faster of the peer's.
 COMPARED: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (LLTM, ("bfloat16", "float16")),
+    (LLTM, HALVES),
     (LLTM, ("float32",)),
     (LLTM, ("ieee",)),
-    (LSTM, ("bfloat16",)),
+    (LSTM, HALVES),
     (LSTM, ("float32",)),
     (LSTM, ("ieee",)),
 )
@@ -422,8 +423,7 @@ def summarize(rows: list[Row]) -> list[Row]:
         ratios: dict[str, dict[str, float]] = {mode: {} for mode in MODES}
         for mode in MODES:
             for row in here:
-                peers = [other[f"{PEER} {mode} ms"] for other in here if shape_of(other) == shape_of(row)]
-                ratio = row[f"{ours} {mode} ms"] / min(peers)
+                ratio = row[f"{ours} {mode} ms"] / lstm_time(row, here, mode)
                 ratios[mode][f"{shape_name(row)} {row['precision']} {mode}"] = ratio
         ratios["both"] = ratios["forward"] | ratios["training"]
         for mode, of in ratios.items() if here else ():
@@ -607,7 +607,7 @@ def draw_layer(axes: Any, rows: list[Row]) -> None:
         for precision, mark, shade in zip(precisions, "os^D", shades, strict=False):
             here = [row for row in rows if row["precision"] == precision]
             axes.plot(
-                [row[f"training {name} / {PEER}"] for row in here],
+                [row[f"{name} training ms"] / lstm_time(row, rows, "training") for row in here],
                 [shapes.index(shape_of(row)) + (0.15 if name == LSTM else -0.15) for row in here],
                 mark,
                 color=shade,
@@ -623,7 +623,7 @@ def draw_layer(axes: Any, rows: list[Row]) -> None:
     axes.set_yticks(range(len(shapes)), [f"{b} x {t} x {h}" for b, t, h in shapes])
     axes.invert_yaxis()
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    axes.set_xlabel(f"times {PEER}'s time in the same precision, forward + backward")
+    axes.set_xlabel(f"times {PEER}'s time, {FASTER_HALF}, forward + backward")
     axes.set_title(f"Layers against {PEER}: batch x steps x hidden", loc="left")
 
 

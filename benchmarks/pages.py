@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +15,14 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 BEGIN, END = "<!-- by benchmarks/harness.py plot -->\n", "<!-- end -->\n"
 MODES = ("forward", "training")
-HALVES = ("bfloat16", "float16")
+HALVES, HALF = ("bfloat16", "float16"), "half types"
+SETTINGS = {"float32": "float32", "ieee": "IEEE float32", HALF: HALF}
 PEER = "nn.LSTM"
+FASTER_HALF = "in half types the faster of its two"
+COMPILED_LOOP = "torch.compile'd loop"
+TORCHRLS = ("pad", "scan", "triton")  # backends of torchrl's modules
+SIMPLE = ("sigmoid", "relu", "round", "floor", "ceil", "trunc")  # elementwise ops
+LEAST_LOSS = 1.005  # of a table of losses; below are ties
 
 
 def load(op: str) -> list[Row]:
@@ -25,6 +31,105 @@ def load(op: str) -> list[Row]:
 
 def where(rows: Iterable[Row], **wanted: Any) -> list[Row]:
     return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+# ---- which rows of results are published -----------------------------------------------------------
+
+
+def published(rows: Iterable[Row]) -> list[Row]:
+    """What tables and pictures show: no compiled loop for a cell of which another library has a kernel."""
+    rows = beside_faster_half(rows)
+    known = {cell_of(row) for row in rows if row.get("peer", COMPILED_LOOP) != COMPILED_LOOP}
+    return [row for row in rows if row.get("peer") != COMPILED_LOOP or cell_of(row) not in known]
+
+
+def cell_of(row: Row) -> str:
+    """'slstm' of 'Recurrent(slstm, heads=4)'."""
+    return str(row.get("ours", "")).removeprefix("Recurrent(").rstrip(")").split(",")[0]
+
+
+def beside_faster_half(rows: Iterable[Row]) -> list[Row]:
+    """Rows of layers, with one for both half types where the peer is torch's layer.
+
+    The algorithm that torch chooses for one half type is often several times slower than for the other. So in
+    each mode the row has the times, ours and torch's, of the type in which torch's layer is faster. A
+    comparison in one half type only is left out.
+    """
+    found, of_halves = [], dict[tuple[Any, ...], list[Row]]()
+    for row in rows:
+        is_of_torch = row.get("peer", PEER).startswith("nn.") and f"peer {MODES[0]} ms" in row
+        if row.get("precision") in HALVES and is_of_torch:
+            key = tuple(row.get(name) for name in ("part", "layer", "ours", "peer", "B", "T", "H"))
+            of_halves.setdefault(key, []).append(row)
+            if len(of_halves[key]) == len(HALVES):
+                found.append(faster_half(of_halves[key]))
+        else:
+            found.append(row)
+    return found
+
+
+def faster_half(halves: Sequence[Row]) -> Row:
+    """Memory is that of training."""
+    row = halves[0] | {"precision": HALF}
+    for mode in MODES:
+        faster = min(halves, key=lambda half: half[f"peer {mode} ms"])
+        kinds = (mode, "peak") if mode == "training" else (mode,)
+        row |= {key: value for key, value in faster.items() if any(f"{kind} " in key for kind in kinds)}
+    return row
+
+
+def lstm_time(row: Row, rows: Iterable[Row], mode: str) -> float:
+    """nn.LSTM's at the row's shape, in half types the faster of its two: they took turns."""
+    types = HALVES if row["precision"] in HALVES else (row["precision"],)
+    same = (other for other in rows if shape_of(other) == shape_of(row) and other["precision"] in types)
+    return min(float(other[f"{PEER} {mode} ms"]) for other in same)
+
+
+def of_map(layer: str, precision: str) -> list[Row]:
+    """A layer at all sizes of the map."""
+    return where(beside_faster_half(load("sizes")), layer=f"lltm_ext.{layer}", precision=precision)
+
+
+def of_torchrl() -> list[Row]:
+    """torchrl's modules, converted, beside its fastest backend: one row for both modes, as cells have it."""
+    found: dict[tuple[str, str], Row] = {}
+    for row in load("rl"):
+        model, sizes = row["model"], row["sizes"]
+        pair = {"ours": f"{model}, converted", "peer": "torchrl's fastest backend", "precision": "float32"}
+        fastest = min(row[f"{name} ms"] for name in TORCHRLS if f"{name} ms" in row)
+        found.setdefault((model, sizes), pair | {"sizes": sizes})
+        found[model, sizes][f"{row['mode']} ratio"] = row["converted ms"] / fastest
+    return list(found.values())
+
+
+def pairs(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows with a peer, by both and the setting."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if "peer" in row:
+            setting = SETTINGS.get(row["precision"], row["precision"])
+            found.setdefault(f"{row['ours']} / {row['peer']}, {setting}", []).append(row)
+    return found
+
+
+def peers_of_scans(rows: Iterable[Row]) -> list[str]:
+    keys = dict.fromkeys(key for row in rows for key in row if key.startswith("/ "))
+    return [key.removeprefix("/ ") for key in keys if key not in ("/ copy", "/ lltm_ext, compiled")]
+
+
+# ---- text ------------------------------------------------------------------------------------------
+
+
+def header(*cells: str) -> str:
+    return line(*cells) + f"|{'---|' * len(cells)}\n"
+
+
+def line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |\n".replace("  ", " ")
+
+
+def number(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def spread(ratios: Sequence[float], unit: str, has_loss: bool) -> str:
@@ -45,52 +150,117 @@ def rate(ratios: Sequence[float]) -> str:
     return spread(ratios, "x the rate", min(ratios) < 1)
 
 
-def number(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+def ratios(rows: Iterable[Row], *kinds: str) -> list[float]:
+    return [row[key] for row in rows for key in (f"{kind} ratio" for kind in kinds) if row[key] is not None]
 
 
-def line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |\n".replace("  ", " ")
+def shape_of(row: Row) -> str:
+    return row["sizes"] if "sizes" in row else f"B {row['B']}, T {row['T']}, H {row['H']}"
 
 
-def against_faster_half(rows: Sequence[Row], ours: str) -> list[float]:
-    """In a half type, beside the faster of nn.LSTM's two."""
-    found, shapes = [], {}
-    for row in rows:
-        shapes.setdefault((row["B"], row["T"], row["H"]), {})[row["precision"]] = row
-    for of_shape in shapes.values():
-        for mode in MODES:
-            halves = [of_shape[p] for p in HALVES if p in of_shape]
-            peer = min(row[f"{PEER} {mode} ms"] for row in halves)
-            found += [row[f"{ours} {mode} ms"] / peer for row in halves if f"{ours} {mode} ms" in row]
-    return found
+# ---- the README's claims ---------------------------------------------------------------------------
 
 
-def of_recurrence(rows: Iterable[Row], ours: str, precisions: Sequence[str]) -> str:
-    chosen = [r for r in rows if r.get("ours") == ours and r["precision"] in precisions]
-    return summary([r[f"{mode} ratio"] for r in chosen for mode in MODES])
+class Claim(NamedTuple):
+    """A line of the README, and where its figure comes from."""
+
+    title: str
+    figure: str
+    result: str
+    rows: str
+
+
+def claims() -> list[Claim]:
+    def of_lstm(precision: str, *kinds: str) -> str:
+        return summary(ratios(of_map("LSTM", precision), *kinds))
+
+    def of_layer(ours: str) -> str:
+        rows = where(beside_faster_half(load("recurrence")), ours=ours)
+        of_types = (where(rows, precision=precision) for precision in (HALF, "float32", "ieee"))
+        return "; ".join(summary(ratios(of_type, *MODES)) for of_type in of_types)
+
+    derived = where(load("recurrence"), part="derived")
+    of_scan = [row[key] for row in where(load("scan"), part="scan") if (key := "/ associative_scan") in row]
+    fused = [1 / row["ours / torch"] for row in where(load("gemm"), part="fused")]
+    sizes = "176 sizes, B 1 to 1024, T 20 to 1000, H 32 to 2048"
+    return [
+        Claim(f"`LSTM` / `nn.LSTM`, float32, {sizes}", of_lstm("float32", *MODES), "sizes", "`float32`"),
+        Claim("… IEEE float32", of_lstm("ieee", *MODES), "sizes", "`ieee`"),
+        Claim("… half types", of_lstm(HALF, *MODES), "sizes", "`bfloat16`, `float16`"),
+        Claim("… peak memory in training, float32", of_lstm("float32", "peak"), "sizes", "`peak ratio`"),
+        Claim(
+            "`GRU` / `nn.GRU`, 8 shapes: half types; float32; IEEE",
+            of_layer("GRU"),
+            *("recurrence", "`GRU`"),
+        ),
+        Claim("`RNN` / `nn.RNN`, likewise", of_layer("RNN"), "recurrence", "`RNN`"),
+        Claim(
+            "LSTM and LLTM written in Python / `LSTM`, `LLTM`",
+            summary(ratios(derived, *MODES)),
+            *("recurrence", "`derived`"),
+        ),
+        Claim(
+            "models of eight libraries, converted / with torch's layers: a training step",
+            summary([row["ratio"] for row in load("libraries")]),
+            *("libraries", "all"),
+        ),
+        Claim("`scan` / `associative_scan`, float32", summary(of_scan), "scan", "`scan`"),
+        Claim(
+            "`gemm` with relu or gelu / the faster of eager and compiled, bfloat16",
+            summary(fused),
+            *("gemm", "`fused`"),
+        ),
+    ]
+
+
+def short() -> str:
+    text = header("", "claim: ours / peer", "")
+    return text + "".join(line(str(n), claim.title, claim.figure) for n, claim in enumerate(claims(), 1))
+
+
+def proofs() -> str:
+    """Where the README's claims come from."""
+    of_results: dict[str, list[tuple[str, str]]] = {}
+    for n, claim in enumerate(claims(), 1):
+        of_results.setdefault(claim.result, []).append((str(n), claim.rows))
+    text = header("claims", "results", "rows")
+    for result, of_result in of_results.items():
+        numbers, rows = zip(*of_result, strict=True)
+        file = f"[`{result}.json`](../benchmarks/results/nvidia-h200/{result}.json)"
+        text += line(", ".join(numbers), file, "; ".join(rows))
+    return text
+
+
+# ---- layers and cells ------------------------------------------------------------------------------
+
+
+def sizes() -> str:
+    """The map of sizes: times and peak memory in parts of nn.LSTM's."""
+    text = header("", *MODES, "peak memory", "slower")
+    for layer in ("LSTM", "LLTM"):
+        for precision, setting in SETTINGS.items():
+            rows = of_map(layer, precision)
+            of_times = ratios(rows, *MODES)
+            slower = f"{sum(ratio > 1 for ratio in of_times)} of {len(of_times)}"
+            of_kinds = (summary(ratios(rows, kind)) for kind in (*MODES, "peak"))
+            text += line(f"{layer}, {setting}", *of_kinds, slower)
+    return text
 
 
 def layers() -> str:
-    """The table."""
+    """LLTM and LSTM in both directions, beside a loop, and of one step."""
     rows = load("lltm")
-    layer = [r for r in rows if r["part"] == "layer"]
-    both = [r for r in rows if r["part"] == "bidirectional"]
-    likewise, faster = f"`{PEER}` likewise", f"the faster of `{PEER}` bfloat16 and float16"
-    text = line("", "lltm_ext", "peer", "") + "|---|---|---|---|\n"
-    for ours in ("LSTM", "LLTM"):
-        title = f"{ours} layer in half types, 8 shapes, forward and training"
-        text += line(title, "", faster, summary(against_faster_half(layer, f"lltm_ext.{ours}")))
-    names = {
-        name for row in both for name in ("lltm_ext.LLTM", "lltm_ext.LSTM") if f"{name} forward ms" in row
-    }
-    ratios = [r[f"{m} {n} / {PEER}"] for r in both for m in MODES for n in names if f"{n} {m} ms" in r]
-    text += line("LLTM and LSTM in both directions, 4 shapes, four precisions", "", likewise, summary(ratios))
-    memory = next(r for r in layer if (r["precision"], r["H"]) == ("bfloat16", 1024) and r["B"] == 32)
-    ours, theirs = memory["lltm_ext.LLTM peak MiB"], memory[f"{PEER} peak MiB"]
-    title = "peak memory of LLTM training, bfloat16 (B 32, T 512, H 1024)"
-    text += line(title, f"{ours:.0f} MiB", f"`{PEER}` bfloat16: {theirs:.0f} MiB", summary([ours / theirs]))
-    loop = next(r for r in rows if r["part"] == "sequence")
+    both = where(rows, part="bidirectional")
+    of_both = [
+        row[f"lltm_ext.{ours} {mode} ms"] / lstm_time(row, both, mode)
+        for row in both
+        for ours in ("LLTM", "LSTM")
+        for mode in MODES
+    ]
+    title = "LLTM and LSTM in both directions, 4 shapes, four precisions"
+    text = header("", "lltm_ext", "peer", "")
+    text += line(title, "", f"`{PEER}`, {FASTER_HALF}", summary(of_both))
+    (loop,) = where(rows, part="sequence")
     ours, theirs = loop["lltm_ext training ms"], loop["loop over PyTorch's ops training ms"]
     title = "training step of LLTM (B 64, T 512, H 512, IEEE float32)"
     peer = f"a Python loop over PyTorch's ops: {number(theirs)} ms"
@@ -106,7 +276,7 @@ def of_one_step(rows: Iterable[Row]) -> str:
         ("backward", "… backward"),
         ("backward of sums", "… backward of `(new_h.sum() + new_cell.sum())`, as in the tutorial"),
     ):
-        row = next(r for r in rows if r["part"] == "step" and r["what"] == what and not r["waits"])
+        (row,) = where(rows, part="step", what=what, waits=False)
         ours, ops, extension = (
             row[f"{name} us"] for name in ("lltm_ext.lltm_cell", "PyTorch's ops", "tutorial-style extension")
         )
@@ -116,210 +286,110 @@ def of_one_step(rows: Iterable[Row]) -> str:
     return text
 
 
-SETTINGS = {"float32": "float32", "ieee": "IEEE float32", "bfloat16": "bfloat16", "float16": "float16"}
+def cells() -> str:
+    """Cells derived from Python, GRU and RNN: times in parts of the peer's."""
+    rows = published(load("recurrence"))
+    resets = where(rows, part="reset")
+    of_resets = (summary([row[f"{mode} / without"] for row in resets]) for mode in MODES)
+    return header("", *MODES) + of_pairs(rows) + line("LSTM with resets / without, bfloat16", *of_resets)
 
 
-def of_map(layer: str, precision: str, *kinds: str) -> list[float]:
-    """Times in parts of nn.LSTM's at all sizes of the map."""
-    rows = [r for r in load("sizes") if (r["layer"], r["precision"]) == (f"lltm_ext.{layer}", precision)]
-    return [row[key] for row in rows for key in (f"{kind} ratio" for kind in kinds) if row[key] is not None]
-
-
-def sizes() -> str:
-    """The map of sizes: times and peak memory in parts of nn.LSTM's."""
-    text = line("", *MODES, "peak memory", "slower") + "|---|---|---|---|---|\n"
-    for layer in ("LSTM", "LLTM"):
-        for precision, title in SETTINGS.items():
-            ratios = of_map(layer, precision, *MODES)
-            slower = f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)}"
-            cells = [summary(of_map(layer, precision, kind)) for kind in (*MODES, "peak")]
-            text += line(f"{layer}, {title}", *cells, slower)
-    return text
-
-
-class Claim(NamedTuple):
-    """A line of the README, and where its figure comes from."""
-
-    title: str
-    figure: Callable[[], str]
-    result: str
-    rows: str
-
-
-def of_recurrent(ours: str) -> Callable[[], str]:
-    def figure() -> str:
-        rows = load("recurrence")
-        return "; ".join(of_recurrence(rows, ours, p) for p in (HALVES, ("float32",), ("ieee",)))
-
-    return figure
-
-
-def of_halves() -> str:
-    return "; ".join(summary(of_map("LSTM", precision, *MODES)) for precision in HALVES)
-
-
-def of_python_cells() -> str:
-    rows = where(load("recurrence"), part="derived")
-    return summary([row[f"{mode} ratio"] for row in rows for mode in MODES])
-
-
-def of_models() -> str:
-    return summary([row["ratio"] for row in load("libraries")])
-
-
-def of_loop() -> str:
-    (row,) = where(load("lltm"), part="sequence")
-    return summary([row["lltm_ext training ms"] / row["loop over PyTorch's ops training ms"]])
-
-
-def of_scans() -> str:
-    rows = where(load("scan"), part="scan")
-    return summary([row[key] for row in rows if (key := "/ associative_scan") in row])
-
-
-def of_epilogues() -> str:
-    rows = where(load("gemm"), part="fused")
-    return summary([1 / row["ours / torch"] for row in rows])
-
-
-CLAIMS = (
-    Claim(
-        "`LSTM` / `nn.LSTM`, float32, 176 sizes, B 1 to 1024, T 20 to 1000, H 32 to 2048",
-        lambda: summary(of_map("LSTM", "float32", *MODES)),
-        *("sizes", "`float32`"),
-    ),
-    Claim("… IEEE float32", lambda: summary(of_map("LSTM", "ieee", *MODES)), "sizes", "`ieee`"),
-    Claim("… bfloat16; float16", of_halves, "sizes", "`bfloat16`, `float16`"),
-    Claim(
-        "… peak memory in training, float32",
-        lambda: summary(of_map("LSTM", "float32", "peak")),
-        *("sizes", "`peak ratio`"),
-    ),
-    Claim(
-        "`GRU` / `nn.GRU`, 8 shapes: half types; float32; IEEE", of_recurrent("GRU"), "recurrence", "`GRU`"
-    ),
-    Claim("`RNN` / `nn.RNN`, likewise", of_recurrent("RNN"), "recurrence", "`RNN`"),
-    Claim("LSTM and LLTM written in Python / `LSTM`, `LLTM`", of_python_cells, "recurrence", "`derived`"),
-    Claim(
-        "models of eight libraries, converted / with torch's layers: a training step",
-        of_models,
-        *("libraries", "all"),
-    ),
-    Claim("`scan` / `associative_scan`, float32", of_scans, "scan", "`scan`"),
-    Claim(
-        "`gemm` with relu or gelu / the faster of eager and compiled, bfloat16",
-        of_epilogues,
-        *("gemm", "`fused`"),
-    ),
-)
-
-
-def short() -> str:
-    """The README's claims."""
-    text = line("", "claim: ours / peer", "") + "|---|---|---|\n"
-    return text + "".join(
-        line(str(n), claim.title, claim.figure()) for n, claim in enumerate(CLAIMS, start=1)
+def of_pairs(rows: Iterable[Row]) -> str:
+    return "".join(
+        line(title, *(summary(ratios(of_pair, mode)) for mode in MODES))
+        for title, of_pair in pairs(rows).items()
     )
 
 
-def proofs() -> str:
-    """Where each of the README's claims comes from."""
-    text = line("", "claim", "results: rows") + "|---|---|---|\n"
-    for n, claim in enumerate(CLAIMS, start=1):
-        file = f"[`{claim.result}.json`](../benchmarks/results/nvidia-h200/{claim.result}.json)"
-        text += line(str(n), claim.title, f"{file}: {claim.rows}")
+# ---- other libraries -------------------------------------------------------------------------------
+
+
+def peers() -> str:
+    """Cells, modules and scans beside the kernels of other libraries: times in parts of the peer's."""
+    text = header("", *MODES)
+    text += of_pairs(row | {"ours": cell_of(row)} for row in published(load("cells")))
+    text += of_pairs(of_torchrl())
+    for part, title in (("scan", "scan"), ("constant a", "scan, a number as a")):
+        rows = where(load("scan"), part=part)
+        for peer in peers_of_scans(rows):
+            of_modes = (
+                [row[key] for row in where(rows, mode=mode) if (key := f"/ {peer}") in row] for mode in MODES
+            )
+            text += line(
+                f"{title} / {peer}, float32", *(summary(found) if found else "" for found in of_modes)
+            )
     return text
 
 
-SIMPLE = ("sigmoid", "relu", "round", "floor", "ceil", "trunc")  # elementwise ops
-LEAST_LOSS = 1.005  # of a table of losses; below are ties
-
-
-def loss(title: str, mode: str, ratios: Sequence[tuple[float, str]]) -> str:
-    """A line of the table of losses, if there is one. The ratios are times in parts of the peer's."""
-    slower = [ratio for ratio, _ in ratios if ratio > LEAST_LOSS]
-    if not slower:
-        return ""
-    worst, size = max(ratios)
-    return line(title, mode, f"{worst:.2f} x", size, f"{len(slower)} of {len(ratios)}")
-
-
-def shape_of(row: Row) -> str:
-    return f"B {row['B']}, T {row['T']}, H {row['H']}"
-
-
-def losses() -> str:
-    """Everything in the results that takes longer than a peer."""
-    text = line("ours / peer", "", "at most", "at", "slower") + "|---|---|---|---|---|\n"
-    for layer in ("LSTM", "LLTM"):
-        for precision, title in SETTINGS.items():
-            rows = [
-                r for r in load("sizes") if (r["layer"], r["precision"]) == (f"lltm_ext.{layer}", precision)
-            ]
-            for mode in MODES:
-                found = [(row[f"{mode} ratio"], shape_of(row)) for row in rows]
-                text += loss(f"`{layer}` / `{PEER}`, {title}", mode, found)
-    for title, rows in groups_of_cells().items():
-        for mode in MODES:
-            text += loss(title, mode, [(row[f"{mode} ratio"], shape_of(row)) for row in rows])
-    return text + losses_of_scans() + losses_of_ops()
-
-
-def sizes_of(shape: str) -> str:
-    """The shape of a scan, as `shape_of` writes that of a layer."""
-    sizes = shape.strip("()").split(", ")
-    return ", ".join(f"{name} {size}" for name, size in zip("BTH", sizes, strict=True))
-
-
-def losses_of_scans() -> str:
-    rows, text = load("scan"), ""
-    for part in ("scan", "GAE"):
-        here = where(rows, part=part)
-        for mode in dict.fromkeys(row["mode"] for row in here):
-            of_mode = where(here, mode=mode)
-            for key in dict.fromkeys(key for row in of_mode for key in row if key.startswith("/ ")):
-                if key not in ("/ copy", "/ lltm_ext, compiled"):
-                    found = [(row[key], sizes_of(row["(B, T, H)"])) for row in of_mode if key in row]
-                    text += loss(f"{part} {key}", mode, found)
+def libraries() -> str:
+    """Training steps of other libraries' models."""
+    text = header("library", "model", "sizes", "torch's layers", "converted", "ratio")
+    for row in load("libraries"):
+        name = f"{row['library']} {row['version']}"
+        times = [f"{number(row[key])} ms" for key in ("peer ms", "ours ms")]
+        text += line(name, row["model"], row["sizes"], *times, summary([row["ratio"]]))
     return text
 
 
-def losses_of_ops() -> str:
-    text = ""
-    for part in ("square", "few rows", "odd shapes", "batches", "fused"):
-        rows = where(load("gemm"), part=part)
-        text += loss(f"`gemm` / cuBLAS, {part}", "", of_products(rows))
-    text += loss("`gemm` / cuBLAS, random sizes, all types", "", of_products(load("gemm_sizes")))
-    rows = where(load("elementwise"), part="device time")
-    for mode in ("", "backward"):
-        names = {f"{name} {mode}".strip() for name in SIMPLE}
-        text += loss(f"{', '.join(SIMPLE)} / torch", mode, of_elements(r for r in rows if r["op"] in names))
-    for op in dict.fromkeys(row["op"] for row in rows):
-        if op.split()[0] not in SIMPLE:
-            peer = "`x.to(dtype)`" if op == "stochastic_round" else "torch"
-            text += loss(f"{op} / {peer}", "", of_elements(where(rows, op=op)))
+def resets_of_torchrl() -> str:
+    """Times of torchrl's modules, converted and with its backends."""
+    backends = (f"`{name}`" for name in TORCHRLS)
+    text = header("module", "hidden", "mode", "converted", "the layer alone", *backends)
+    for row in load("rl"):
+        keys = (f"{name} ms" for name in ("converted", "layer", *TORCHRLS))
+        times = (f"{number(row[key])} ms" if key in row else "" for key in keys)
+        text += line(row["model"], row["sizes"].rpartition(" ")[2], row["mode"], *times)
     return text
 
 
-def of_elements(rows: Iterable[Row]) -> list[tuple[float, str]]:
-    return [(1 / r["torch / ours"], f"{r['n']:,} {r['dtype']}") for r in rows]
+# ---- scans -----------------------------------------------------------------------------------------
 
 
-def of_products(rows: Iterable[Row]) -> list[tuple[float, str]]:
-    found = []
-    for r in rows:
-        batch = f"{r['batch']} of " if r.get("batch") else ""
-        ran = ", by cuBLAS" if r.get("kernel") == "library" else ""
-        dtype = r.get("type", r["dtype"])
-        size = f"{batch}{r['m']:,} x {r['k']:,} x {r['n']:,} {r['layout']} {dtype}{ran}"
-        found.append((1 / r["ours / torch"], size))
-    return found
+def scans() -> str:
+    """scan and cells without a product beside a copy; GAE."""
+    rows = load("scan")
+    parts = {
+        "scan": where(rows, part="scan"),
+        "scan, a number as a": where(rows, part="constant a"),
+    }
+    of_cells = where(rows, part="cells")
+    for name in dict.fromkeys(row["cell"] for row in of_cells):
+        parts[f"`cells.{name}`"] = where(of_cells, cell=name)
+    return beside_copy(parts) + "\n" + of_gae(where(rows, part="GAE"))
+
+
+def beside_copy(parts: Mapping[str, Sequence[Row]]) -> str:
+    """Times in parts of a copy's, by size."""
+    kinds = [(mode, least, most) for mode in MODES for least, most in ((400, math.inf), (100, 400))]
+    titles = [
+        f"{mode}, {f'from {least} MB on' if most == math.inf else f'{least} to {most} MB'}"
+        for mode, least, most in kinds
+    ]
+    text = header("ours / copy", *titles)
+    for part, rows in parts.items():
+        of_kinds = (
+            [row["/ copy"] for row in where(rows, mode=mode) if "/ copy" in row and least <= row["MB"] < most]
+            for mode, least, most in kinds
+        )
+        text += line(part, *(summary(found) if found else "" for found in of_kinds))
+    return text
+
+
+def of_gae(rows: Sequence[Row]) -> str:
+    """Microseconds."""
+    keys = list(dict.fromkeys(key for row in rows for key in row if key.endswith(" ms")))
+    text = header("GAE, B 64, T 16,384: microseconds", *(key.removesuffix(" ms") for key in keys))
+    for row in rows:
+        text += line(row["mode"], *(f"{1e3 * row[key]:.1f}" if key in row else "" for key in keys))
+    return text
+
+
+# ---- gemm and the elementwise ops ------------------------------------------------------------------
 
 
 def ops() -> str:
     """gemm and the elementwise ops: rates in parts of the peer's."""
-    text = line("", "lltm_ext", "peer", "") + "|---|---|---|---|\n"
-    return text + of_gemm(load("gemm")) + of_elementwise(load("elementwise"))
+    return header("", "lltm_ext", "peer", "") + of_gemm(load("gemm")) + of_elementwise(load("elementwise"))
 
 
 def against_torch(rows: Iterable[Row], ratio: str = "ours / torch") -> str:
@@ -427,10 +497,8 @@ def of_run_time(rows: Sequence[Row]) -> str:
 def gemm_sizes() -> str:
     """gemm at random sizes: the rate in parts of cuBLAS's. Products that cuBLAS computes are no wins."""
     rows = load("gemm_sizes")
-    text = line(
-        "type", "geometric mean", "5th percentile", "median", "95th percentile", "faster", "cuBLAS ran"
-    )
-    text += "|---|---|---|---|---|---|---|\n"
+    percentiles = ("5th percentile", "median", "95th percentile")
+    text = header("type", "geometric mean", *percentiles, "faster", "cuBLAS ran")
     for name in dict.fromkeys(row["type"] for row in rows):
         here = where(rows, type=name)
         ratios = sorted(row["ours / torch"] for row in here)
@@ -442,111 +510,95 @@ def gemm_sizes() -> str:
     return text
 
 
-def groups_of_cells() -> dict[str, list[Row]]:
-    """The rows of cells with a peer, by both and the setting."""
-    groups: dict[str, list[Row]] = {}
-    for row in (*load("recurrence"), *load("cells")):
-        if "peer" in row:
-            is_half = row["part"] == "torch" and row["precision"] in HALVES
-            setting = "half types" if is_half else SETTINGS[row["precision"]]
-            groups.setdefault(f"{row['ours']} / {row['peer']}, {setting}", []).append(row)
-    return groups
+# ---- losses ----------------------------------------------------------------------------------------
 
 
-def cells() -> str:
-    """Cells derived from Python, GRU and RNN: times divided by the peer's."""
-    text = line("", *MODES) + "|---|---|---|\n"
-    for title, here in groups_of_cells().items():
-        text += line(title, *(summary([row[f"{mode} ratio"] for row in here]) for mode in MODES))
-    resets = where(load("recurrence"), part="reset")
-    for title, peer in (
-        ("LSTM with resets / without, bfloat16", "without"),
-        ("… / nn.LSTM on parts of the sequence", "split nn.LSTM"),
-    ):
-        text += line(title, *(summary([row[f"{mode} / {peer}"] for row in resets]) for mode in MODES))
-    return text
+def losses() -> str:
+    """Everything in the results that takes longer than a peer."""
+    text = header("ours / peer", "", "at most", "at", "slower")
+    groups = {
+        f"`{layer}` / `{PEER}`, {setting}": of_map(layer, precision)
+        for layer in ("LSTM", "LLTM")
+        for precision, setting in SETTINGS.items()
+    }
+    groups |= pairs([*published(load("recurrence")), *published(load("cells")), *of_torchrl()])
+    for title, rows in groups.items():
+        for mode in MODES:
+            text += loss(title, mode, [(row[f"{mode} ratio"], shape_of(row)) for row in rows])
+    of_models = [(row["ratio"], row["model"]) for row in load("libraries")]
+    text += loss("models of other libraries, converted / with torch's layers", "training", of_models)
+    return text + losses_of_scans() + losses_of_ops()
 
 
-def scans() -> str:
-    """scan, GAE and cells without a product: times divided by a copy's and by the peers'."""
-    if not (RESULTS / "scan.json").is_file():
+def loss(title: str, mode: str, ratios: Sequence[tuple[float, str]]) -> str:
+    """A line, if there is a loss. The ratios are times in parts of the peer's."""
+    slower = [ratio for ratio, _ in ratios if ratio > LEAST_LOSS]
+    if not slower:
         return ""
-    rows = [row for row in load("scan") if "/ copy" in row]
-    text = line("", *MODES) + "|---|---|---|\n"
-
-    def lines(part: str, title: str, here: Sequence[Row], peers: Iterable[str]) -> str:
-        found = ""
-        for key, peer in ((f"/ {peer}", peer) for peer in peers):
-            of_modes = [[row[key] for row in where(here, mode=mode) if key in row] for mode in MODES]
-            if any(of_modes):
-                found += line(f"{part} / {peer}{title}", *(summary(x) if x else "" for x in of_modes))
-        return found
-
-    of_scan, constant = where(rows, part="scan"), where(rows, part="constant a")
-    peers = [key[2:] for row in rows for key in row if key.startswith("/ ")]
-    others = [peer for peer in dict.fromkeys(peers) if peer != "copy"]
-    text += lines("scan", ", all sizes", of_scan, others) + lines("scan, a number as a", "", constant, others)
-    of_parts = {"scan": of_scan, "scan, a number as a": constant}
-    for name in dict.fromkeys(row["cell"] for row in where(rows, part="cells")):
-        of_parts[f"`cells.{name}`"] = where(rows, part="cells", cell=name)
-    return text + beside_copy(of_parts) + of_gae(where(rows, part="GAE"))
+    worst, size = max(ratios)
+    return line(title, mode, f"{worst:.2f} x", size, f"{len(slower)} of {len(ratios)}")
 
 
-def beside_copy(parts: Mapping[str, Sequence[Row]]) -> str:
-    """A table of its own: times in parts of a copy's, by size."""
-    kinds = [(mode, least, most) for mode in MODES for least, most in ((400, math.inf), (100, 400))]
-    titles = [
-        f"{mode}, {f'from {least} MB on' if most == math.inf else f'{least} to {most} MB'}"
-        for mode, least, most in kinds
-    ]
-    text = "\n" + line("ours / copy", *titles) + line(*["---"] * (1 + len(kinds)))
-    for part, rows in parts.items():
-        cells = []
-        for mode, least, most in kinds:
-            found = [r["/ copy"] for r in where(rows, mode=mode) if least <= r["MB"] < most]
-            cells.append(summary(found) if found else "")
-        text += line(part, *cells)
+def losses_of_scans() -> str:
+    text = ""
+    for part in ("scan", "GAE"):
+        rows = where(load("scan"), part=part)
+        for mode in dict.fromkeys(row["mode"] for row in rows):
+            of_mode = where(rows, mode=mode)
+            for peer in peers_of_scans(of_mode):
+                found = [(row[f"/ {peer}"], shape_of_scan(row)) for row in of_mode if f"/ {peer}" in row]
+                text += loss(f"{part} / {peer}", mode, found)
     return text
 
 
-def of_gae(rows: Iterable[Row]) -> str:
-    """A table of its own: microseconds."""
-    rows = list(rows)
-    names = list(dict.fromkeys(key[:-3] for row in rows for key in row if key.endswith(" ms")))
-    text = "\n" + line("GAE, B 64, T 16,384: microseconds", *names) + line(*["---"] * (1 + len(names)))
-    for row in rows:
-        times = (f"{1e3 * row[key]:.1f}" if (key := f"{name} ms") in row else "" for name in names)
-        text += line(row["mode"], *times)
+def shape_of_scan(row: Row) -> str:
+    """'B 8, T 65,536, H 1,536' of '(8, 65,536, 1,536)'."""
+    sizes = row["(B, T, H)"].strip("()").split(", ")
+    return ", ".join(f"{name} {size}" for name, size in zip("BTH", sizes, strict=True))
+
+
+def losses_of_ops() -> str:
+    text = ""
+    for part in ("square", "few rows", "odd shapes", "batches", "fused"):
+        rows = where(load("gemm"), part=part)
+        text += loss(f"`gemm` / cuBLAS, {part}", "", of_products(rows))
+    text += loss("`gemm` / cuBLAS, random sizes, all types", "", of_products(load("gemm_sizes")))
+    rows = where(load("elementwise"), part="device time")
+    for mode in ("", "backward"):
+        names = {f"{name} {mode}".strip() for name in SIMPLE}
+        text += loss(f"{', '.join(SIMPLE)} / torch", mode, of_elements(r for r in rows if r["op"] in names))
+    for op in dict.fromkeys(row["op"] for row in rows):
+        if op.split()[0] not in SIMPLE:
+            peer = "`x.to(dtype)`" if op == "stochastic_round" else "torch"
+            text += loss(f"{op} / {peer}", "", of_elements(where(rows, op=op)))
     return text
 
 
-def resets_of_torchrl() -> str:
-    """Times of torchrl's modules, converted and with its backends."""
-    text = line("module", "mode", "converted", "the layer alone", "`pad`", "`scan`")
-    text += line(*["---"] * 6)
-    for row in load("rl"):
-        times = (f"{number(row[f'{name} ms'])} ms" for name in ("converted", "layer", "pad", "scan"))
-        text += line(row["model"], row["mode"], *times)
-    return text
+def of_elements(rows: Iterable[Row]) -> list[tuple[float, str]]:
+    return [(1 / r["torch / ours"], f"{r['n']:,} {r['dtype']}") for r in rows]
 
 
-def libraries() -> str:
-    """Training steps of other libraries' models."""
-    text = line("library", "model", "sizes", "torch's layers", "converted", "ratio")
-    text += "|---|---|---|---|---|---|\n"
-    for row in load("libraries"):
-        name = f"{row['library']} {row['version']}"
-        times = [f"{number(row[key])} ms" for key in ("peer ms", "ours ms")]
-        text += line(name, row["model"], row["sizes"], *times, summary([row["ratio"]]))
-    return text
+def of_products(rows: Iterable[Row]) -> list[tuple[float, str]]:
+    found = []
+    for r in rows:
+        batch = f"{r['batch']} of " if r.get("batch") else ""
+        ran = ", by cuBLAS" if r.get("kernel") == "library" else ""
+        dtype = r.get("type", r["dtype"])
+        size = f"{batch}{r['m']:,} x {r['k']:,} x {r['n']:,} {r['layout']} {dtype}{ran}"
+        found.append((1 / r["ours / torch"], size))
+    return found
+
+
+# ---- pages -----------------------------------------------------------------------------------------
 
 
 # The tables of each page, in the order of their marks.
 PAGES = {
     "README.md": [short],
     "docs/benchmarks.md": [proofs, sizes, layers, cells, scans, ops, gemm_sizes],
-    "docs/limits.md": [losses],
     "docs/libraries.md": [libraries, resets_of_torchrl],
+    "docs/limits.md": [losses],
+    "docs/peers.md": [peers],
 }
 
 

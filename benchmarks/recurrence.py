@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import DTYPES, INK, OUR_COLOR, PEERS, Bench, Row, finish, parse
+from pages import HALF, HALVES, published
 from torch import Tensor, nn
 
 import lltm_ext
@@ -58,7 +59,7 @@ class Comparison(NamedTuple):
     grid: tuple[Shape, ...] = GRID
 
 
-HALVES, FLOATS = ("bfloat16", "float16"), ("float32", "ieee")
+FLOATS = ("float32", "ieee")
 COMPARISONS = (
     Comparison(
         "derived",
@@ -92,7 +93,7 @@ COMPARISONS = (
         "nn.RNN(relu)",
         of_class(lltm_ext.Recurrent, cells.indrnn),
         of_class(nn.RNN, nonlinearity="relu"),
-        ("bfloat16",),
+        HALVES,
     ),
 )
 
@@ -172,45 +173,19 @@ def compare(bench: Bench, c: Comparison, shape: Shape, precision: str) -> Row:
 # ---- resets ------------------------------------------------------------------------------------------------
 
 
-class Split(nn.Module):
-    """An LSTM that runs the sequence in parts, so that episodes end where parts do: at every row's end."""
-
-    def __init__(self, layer: nn.Module, reset: Tensor):
-        super().__init__()
-        self.layer, self.reset = layer, reset
-        starts = reset.any(1).nonzero().flatten().tolist()
-        self.bounds = sorted({0, *starts, len(reset)})
-
-    def forward(self, input: Tensor) -> tuple[Tensor, Any]:
-        outputs, hx = [], None
-        for begin, end in zip(self.bounds, self.bounds[1:], strict=False):
-            if hx is not None:
-                kept = (~self.reset[begin]).to(input.dtype)[:, None]
-                hx = (hx[0] * kept, hx[1] * kept)
-            output, hx = self.layer(input[begin:end], hx)
-            outputs.append(output)
-        return torch.cat(outputs), hx
-
-
 def measure_resets(bench: Bench, shape: Shape) -> Row:
-    """Every row's episodes have a random length, EPISODE steps on average."""
+    """Every row's episodes have a random length, EPISODE steps on average. benchmarks/rl.py has the peers."""
     batch, length, hidden = shape
     reset = torch.rand(length, batch, device=bench.device) < 1 / EPISODE
     layer = lltm_ext.LSTM(hidden, hidden, device=bench.device, dtype=torch.bfloat16)
-    peer = nn.LSTM(hidden, hidden, device=bench.device, dtype=torch.bfloat16)
     input = random_input(shape, bench.device, torch.bfloat16)
-    with_resets = (layer, {"reset": reset})
-    # In two runs: a split call takes a hundred times as long, and would leave few rounds for the other two.
-    runs = [
-        in_both_modes(bench, {"reset": with_resets, name: other}, input, "bfloat16")
-        for name, other in (("none", (layer, {})), ("split", (Split(peer, reset), {})))
-    ]
+    layers: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+        "reset": (layer, {"reset": reset}),
+        "none": (layer, {}),
+    }
     row: Row = {"part": "reset", "precision": "bfloat16"} | dict(zip("BTH", shape, strict=True))
-    row |= runs[1] | runs[0]
-    for mode in MODES:
-        row[f"{mode} / without"] = runs[0][f"reset {mode} ms"] / runs[0][f"none {mode} ms"]
-        row[f"{mode} / split nn.LSTM"] = runs[1][f"reset {mode} ms"] / runs[1][f"split {mode} ms"]
-    return row
+    row |= in_both_modes(bench, layers, input, "bfloat16")
+    return row | {f"{mode} / without": row[f"reset {mode} ms"] / row[f"none {mode} ms"] for mode in MODES}
 
 
 # ---- a long memory -------------------------------------------------------------------------------------
@@ -296,17 +271,15 @@ def measure_first_call() -> Row:
 
 
 def claims_of(rows: Sequence[Row]) -> list[str]:
-    found = []
+    found, rows = list[str](), published(rows)
     for pair in dict.fromkeys((row["ours"], row["peer"]) for row in rows if "ours" in row):
         of_pair = [row for row in rows if (row.get("ours"), row.get("peer")) == pair]
-        for group in (HALVES, ("float32",), ("ieee",)):
-            here = [row for row in of_pair if row["precision"] in group]
-            precisions = sorted({row["precision"] for row in here})
-            types = "half types" if len(precisions) > 1 else "".join(precisions)
+        for precision in (HALF, *HALVES, *FLOATS):
+            here = [row for row in of_pair if row["precision"] == precision]
             for mode in MODES if here else ():
                 ratios = [row[f"{mode} ratio"] for row in here]
                 found.append(
-                    f"{' / '.join(pair)}, {types}, {mode}: {statistics.geometric_mean(ratios):.3f} x "
+                    f"{' / '.join(pair)}, {precision}, {mode}: {statistics.geometric_mean(ratios):.3f} x "
                     f"(geometric mean of {len(ratios)}; {min(ratios):.2f} to {max(ratios):.2f})"
                 )
     return found
@@ -316,7 +289,7 @@ def draw(record: Row) -> Any:
     """Our time in parts of the peer's, for each shape: a panel for each pair of layers."""
     from matplotlib import pyplot as plt
 
-    rows = [row for row in record["rows"] if "ours" in row]
+    rows = [row for row in published(record["rows"]) if "ours" in row]
     pairs = list(dict.fromkeys((row["ours"], row["peer"]) for row in rows))
     figure, grid = plt.subplots(
         len(pairs), 2, figsize=(10.5, 1.9 * len(pairs)), sharey="row", squeeze=False, layout="constrained"
@@ -363,7 +336,7 @@ def main() -> None:
         rows,
         {
             **dict.fromkeys(("derived", "torch", "own"), COMPARED),
-            "reset": ["B", "T", "H"] + [f"{m} {x}" for m in MODES for x in ("/ without", "/ split nn.LSTM")],
+            "reset": ["B", "T", "H"] + [f"{mode} / without" for mode in MODES],
             "long memory": ["layer", "precision", "B", "T", "H"]
             + [f"{name} {what} error" for what in ("output", "gradient") for name in ("ours", "nn")],
             "first call": ["first process s", "next process s"],

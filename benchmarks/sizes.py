@@ -10,6 +10,7 @@ from typing import Any
 
 from harness import INK, OURS, Bench, Row, finish, parse
 from lltm import LAYERS, LLTM, LSTM, MODES, PEER, Sequences, Shape, layers, sizes
+from pages import HALF, beside_faster_half
 from torch import nn
 
 import lltm_ext
@@ -19,7 +20,8 @@ HIDDEN = (32, 64, 96, 128, 200, 256, 384, 512, 768, 1024, 1536, 2048)
 LENGTHS = (20, 200, 1000)
 # Of few steps, as graph networks and models of characters have them.
 MANY_ROWS = [(b, t, h) for t in (4, 20) for h in (64, 256) for b in (20_000, 65_536, 200_000)]
-PRECISIONS = ("float32", "ieee", "bfloat16", "float16")
+FLOATS = ("float32", "ieee")
+PRECISIONS = (*FLOATS, "bfloat16", "float16")
 GRU, RNN = f"{OURS}.GRU", f"{OURS}.RNN"
 # Layers and their peers, which take turns.
 GROUPS = {PEER: (LSTM, LLTM), "nn.GRU": (GRU,), "nn.RNN": (RNN,)}
@@ -87,9 +89,9 @@ def measure(bench: Bench, peer: str, shape: Shape, precision: str) -> list[Row]:
 
 
 def claims(rows: Sequence[Row]) -> list[str]:
-    found = []
+    found, rows = [], beside_faster_half(rows)
     for layer in OUR_LAYERS:
-        for precision in PRECISIONS:
+        for precision in (*FLOATS, HALF):
             here = [row for row in rows if (row["layer"], row["precision"]) == (layer, precision)]
             found += [f"{layer}, {precision}, {claim}" for kind in KINDS for claim in claim_of(here, kind)]
     return found
@@ -118,7 +120,8 @@ def draw(record: Row) -> Any:
     from matplotlib.colors import LogNorm
 
     columns = [(length, mode) for mode in MODES for length in LENGTHS]
-    lines = [(layer, precision) for layer in OUR_LAYERS for precision in PRECISIONS]
+    rows = beside_faster_half(record["rows"])
+    lines = list(dict.fromkeys((row["layer"], row["precision"]) for row in rows))
     figure, grid = plt.subplots(
         len(lines),
         len(columns),
@@ -132,7 +135,7 @@ def draw(record: Row) -> Any:
         for (length, mode), axes in zip(columns, panels, strict=True):
             ratios = {
                 (row["B"], row["H"]): row[f"{mode} ratio"]
-                for row in record["rows"]
+                for row in rows
                 if (row["layer"], row["precision"], row["T"]) == (layer, precision, length)
                 and row["B"] in BATCHES
             }

@@ -8,7 +8,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/libraries.md", "docs/limits.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/benchmarks.md", "docs/libraries.md", "docs/limits.md", "docs/peers.md"]
+)
 def test_a_page_has_the_table_that_the_results_give(page):
     assert load("benchmarks/pages.py").updated(page) == (ROOT / page).read_text(), (
         "run `python benchmarks/harness.py plot`"
