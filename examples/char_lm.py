@@ -1,20 +1,19 @@
-"""Train a character language model with the LLTM layer, and show that it learns as in pure PyTorch.
+"""Train a character language model with `LSTM` and with a cell that is written here, next to `nn.LSTM`.
 
     python examples/char_lm.py                       # on the text of Python's manual: nothing to download
     python examples/char_lm.py --text my_book.txt --hidden-size 512 --steps 5000
-    python examples/char_lm.py --compare             # LLTM, lltm_ext.LSTM and nn.LSTM
 
-The same model is trained twice from the same start and on the same data: with `lltm_ext.LLTM`, and with the
-pure-PyTorch `lltm_reference`. One picture shows both loss curves, and the exit status is 1 if they disagree.
-Writes char_lm.pt (the model and its vocabulary), loss.png and sample.txt to --out.
-
---compare trains three layers instead, one after the other on the same data. A table and compare.png show how
-well and how fast each learns. All compute in float32 with torch's defaults, which let them use TF32.
+The three are trained one after the other on the same data, both LSTMs from the same start. A table and
+loss.png show how well and how fast each learns. The exit status is 1 if the curves of the LSTMs disagree.
+The own cell is the function `two_speeds`: change it and run again, nothing has to be built
+(docs/own_cell.md). Writes char_lm.pt (the model with `LSTM`, and its vocabulary), loss.png and sample.txt to
+--out.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import sys
 import time
@@ -27,42 +26,46 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lltm_ext
-from lltm_ext.lltm import lltm_reference
 
 BITS = 1 / math.log(2)
-COMPARED = {"lltm_ext.LLTM": lltm_ext.LLTM, "lltm_ext.LSTM": lltm_ext.LSTM, "nn.LSTM": nn.LSTM}
-SMOOTHED = 20  # steps of a mean, in the results of --compare
+SMOOTHED = 20  # steps of a mean, in the table and the picture
 FIRST_STEPS_TOLERANCE, TOLERANCE = 1e-3, 0.1  # allowed difference of the two curves, bits/char
 
 
 # ---- the model -----------------------------------------------------------------------------------
 
 
-class ReferenceLLTM(lltm_ext.LLTM):
-    """The same layer with the same parameters, computed by PyTorch's ops, step by step."""
+@lltm_ext.recurrence(gates=3, states=("fast", "slow"), parameters={"rate": 3.0})
+def two_speeds(x, s, p):
+    """A unit has two memories: one that a gate overwrites, and a mean of it over a time that is learnt."""
+    keep, write, read = torch.sigmoid(x[0]), torch.tanh(x[1]), torch.sigmoid(x[2])
+    fast = keep * s.fast + (1 - keep) * write
+    slowness = torch.sigmoid(p.rate)
+    slow = slowness * s.slow + (1 - slowness) * fast
+    return read * torch.tanh(fast + slow), (fast, slow)
 
-    def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None):
-        if hx is None:
-            zeros = input.new_zeros(1, input.shape[1], self.hidden_size)
-            hx = (zeros, zeros)
-        weights = (self.weight_ih_l0, self.weight_hh_l0, self.bias_l0)
-        output, (h, c) = lltm_reference(input, (hx[0][0], hx[1][0]), *weights)
-        return output, (h[None], c[None])
+
+OURS, TORCHS = "lltm_ext.LSTM", "nn.LSTM"
+LAYERS = {
+    TORCHS: nn.LSTM,
+    OURS: lltm_ext.LSTM,
+    "own: two_speeds": functools.partial(lltm_ext.Recurrent, two_speeds),
+}
 
 
 class CharLM(nn.Module):
     """Characters [T, B] in, logits of the next character [T, B, vocabulary] out."""
 
     def __init__(
-        self, vocabulary_size: int, hidden_size: int, layer: Callable[..., nn.Module] = lltm_ext.LLTM
+        self, vocabulary_size: int, hidden_size: int, layer: Callable[..., nn.Module] = lltm_ext.LSTM
     ):
         super().__init__()
         self.embed = nn.Embedding(vocabulary_size, hidden_size)
-        self.lltm = layer(hidden_size, hidden_size)
+        self.layer = layer(hidden_size, hidden_size)
         self.head = nn.Linear(hidden_size, vocabulary_size)
 
-    def forward(self, characters: Tensor, hx: tuple[Tensor, Tensor] | None = None):
-        output, hx = self.lltm(self.embed(characters), hx)
+    def forward(self, characters: Tensor, hx: Any = None):
+        output, hx = self.layer(self.embed(characters), hx)
         return self.head(output), hx
 
 
@@ -147,18 +150,17 @@ def train(
 ) -> Run:
     from tqdm import tqdm
 
-    torch.manual_seed(args.seed)  # both runs start from the same parameters
+    torch.manual_seed(args.seed)  # both LSTMs start from the same parameters
     model = CharLM(len(corpus.vocabulary), args.hidden_size, layer).to(corpus.train.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate)
     bits, seconds, per_step, start = [], [], args.length * args.batch_size, time.perf_counter()
-    with tqdm(total=steps, desc=f"{name:<22}", unit="step", dynamic_ncols=True, disable=quiet) as bar:
+    with tqdm(total=steps, desc=f"{name:<15}", unit="step", dynamic_ncols=True, disable=quiet) as bar:
         for step, (characters, following) in enumerate(batches(corpus.train, args, steps)):
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * (1 - step / args.steps)
             loss = bits_per_character(model, characters, following)
             optimizer.zero_grad()
             loss.backward()
-            # An LLTM has no forget gate: its cell state grows with time, and so can its gradients.
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             bits.append(loss.item())
@@ -194,15 +196,13 @@ def sample(model: CharLM, corpus: Corpus, length: int, args: argparse.Namespace)
     return written
 
 
-# ---- comparison of layers ------------------------------------------------------------------------
+# ---- the layers, one after the other -------------------------------------------------------------
 
 
-def compare(
-    layers: dict[str, Callable[..., nn.Module]], corpus: Corpus, args: argparse.Namespace, title: str
-) -> None:
+def train_all(corpus: Corpus, args: argparse.Namespace) -> dict[str, Run]:
     runs = {}
-    for name, layer in layers.items():
-        train(name, layer, corpus, args, min(args.steps, 3), quiet=True)  # loads libraries
+    for name, layer in LAYERS.items():
+        train(name, layer, corpus, args, min(args.steps, 3), quiet=True)  # loads libraries, compiles the cell
         runs[name] = train(name, layer, corpus, args, args.steps)
     print(f"\n{'':<15}{'training':>10}{'validation':>12}{'chars/s':>14}{'seconds':>10}")
     for name, run in runs.items():
@@ -210,8 +210,7 @@ def compare(
         speed = f"{run.characters_per_second:>14,.0f}{run.seconds[-1]:>10.1f}"
         print(f"{name:<15}{smooth(run.bits)[-1]:>10.3f}{validation:>12.3f}{speed}")
     print(f"training and validation in bits/char, training over the last {min(SMOOTHED, args.steps)} steps\n")
-    draw_comparison(runs, title, args.out / "compare.png")
-    print(f"picture:     {args.out / 'compare.png'}")
+    return runs
 
 
 def smooth(bits: list[float]) -> list[float]:
@@ -223,9 +222,9 @@ def smooth(bits: list[float]) -> list[float]:
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def curves_agree(ours: Run, reference: Run) -> bool:
+def curves_agree(ours: Run, torchs: Run) -> bool:
     """The first ten steps differ only by rounding. Training then amplifies the difference."""
-    differences = [abs(a - b) for a, b in zip(ours.bits, reference.bits, strict=False)]
+    differences = [abs(a - b) for a, b in zip(ours.bits, torchs.bits, strict=True)]
     first, largest = max(differences[:10]), max(differences)
     agree = first <= FIRST_STEPS_TOLERANCE and largest <= TOLERANCE
     print(
@@ -252,36 +251,18 @@ def checkpoint_is_right(model: CharLM, corpus: Corpus, args: argparse.Namespace,
     return same
 
 
-# ---- the pictures --------------------------------------------------------------------------------
+# ---- the picture ---------------------------------------------------------------------------------
 
 
-def subplots(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
+def draw(runs: dict[str, Run], title: str, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    return plt.subplots(rows, columns, layout="constrained", **options)
-
-
-def draw(ours: Run, reference: Run, validation: float, title: str, path: Path) -> None:
-    differences = [max(abs(a - b), 1e-9) for a, b in zip(ours.bits, reference.bits, strict=False)]
-    figure, (top, bottom) = subplots(2, 1, figsize=(8, 5.6), sharex=True, height_ratios=(3, 1))
-    steps, floor = len(reference.bits), f"validation, {validation:.2f}"
-    top.plot(reference.bits, color="#e8a33d", linewidth=4, alpha=0.7, label=f"pure PyTorch, {steps} steps")
-    top.plot(ours.bits, color="#2463a8", linewidth=1, label=f"lltm_ext.LLTM, {len(ours.bits)} steps")
-    top.axhline(validation, color="#555555", linewidth=1, linestyle=":", label=floor)
-    top.set(ylabel="bits per character", title=title, ylim=(0, None))
-    top.legend(frameon=False)
-    bottom.semilogy(differences, color="#2463a8", linewidth=0.8)
-    bottom.set(xlabel="step", ylabel="|difference|")
-    finish(figure, path)
-
-
-def draw_comparison(runs: dict[str, Run], title: str, path: Path) -> None:
-    figure, (left, right) = subplots(1, 2, figsize=(10, 4.2), sharey=True)
-    styles = (("#2463a8", 1.4), ("#2a8a5f", 3), ("#e8a33d", 1.4))  # the LSTMs' curves may coincide
-    for (name, run), (color, width) in zip(runs.items(), styles, strict=False):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
+    styles = (("#e8a33d", 3), ("#2463a8", 1.4), ("#2a8a5f", 1.4))  # the LSTMs' curves coincide
+    for (name, run), (color, width) in zip(runs.items(), styles, strict=True):
         curve = smooth(run.bits)
         left.plot(range(1, len(curve) + 1), curve, color=color, linewidth=width, label=name)
         right.plot(run.seconds, curve, color=color, linewidth=width, label=name)
@@ -289,12 +270,6 @@ def draw_comparison(runs: dict[str, Run], title: str, path: Path) -> None:
     right.set(xlabel="seconds")
     left.legend(frameon=False)
     figure.suptitle(title, fontsize="medium")
-    finish(figure, path)
-
-
-def finish(figure: Any, path: Path) -> None:
-    from matplotlib import pyplot as plt
-
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
@@ -309,8 +284,8 @@ def training_options(description: str, out: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     text = "a UTF-8 text file (default: the text of Python's manual)"
     parser.add_argument("--text", type=Path, metavar="FILE", help=text)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--hidden-size", type=int, default=192)
+    parser.add_argument("--steps", type=int, help="default: 1000 on a GPU, 200 on the CPU")
+    parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--length", type=int, default=64, help="characters in a training sequence")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=1e-2)
@@ -322,10 +297,12 @@ def training_options(description: str, out: str) -> argparse.ArgumentParser:
 
 def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
+    args.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if args.steps is None:
+        args.steps = 1000 if args.device.type == "cuda" else 200
     for name in ("steps", "hidden_size", "length", "batch_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    args.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if args.device.type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here (nvidia-smi says whether the driver does)")
     return args
@@ -333,16 +310,9 @@ def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def arguments() -> argparse.Namespace:
     parser = training_options(__doc__.split("\n")[0], "build/char_lm")
-    parser.add_argument("--compare", action="store_true", help="train LLTM, LSTM and nn.LSTM instead")
-    steps = "steps of the pure-PyTorch curve, whose training is slower (default: 300)"
-    parser.add_argument("--reference-steps", type=int, default=300, help=steps)
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sample: lower is less random")
     parser.add_argument("--prompt", default="The ", help="start of the sample")
-    args = checked(parser)
-    if args.reference_steps < 1:
-        parser.error("--reference-steps must be at least 1")
-    args.reference_steps = min(args.reference_steps, args.steps)
-    return args
+    return checked(parser)
 
 
 def name_of(device: torch.device) -> str:
@@ -360,25 +330,16 @@ def main() -> int:
     on = name_of(args.device)
     print(f"{source}: {len(text):,} characters, {len(corpus.vocabulary)} different; on {on}")
     title = f"{source}\n{args.hidden_size} hidden, {args.length} characters x {args.batch_size}, {on}"
-    if args.compare:
-        compare(COMPARED, corpus, args, title)
-        return 0
-
-    torch.backends.cudnn.allow_tf32 = False  # the reference's products are not TF32 either
-    ours = train("lltm_ext.LLTM", lltm_ext.LLTM, corpus, args, args.steps)
-    reference = train("pure-PyTorch reference", ReferenceLLTM, corpus, args, args.reference_steps)
-    validation = validate(ours.model, corpus, args.length)
+    torch.backends.cudnn.allow_tf32 = False  # whose rounding differs between two implementations
+    runs = train_all(corpus, args)
+    ours = runs[OURS]
     written = sample(ours.model, corpus, 400, args)
     (args.out / "sample.txt").write_text(written, encoding="utf-8")
-
-    print(f"\n{written}\n")
-    print(f"validation:  {validation:.3f} bits/char")
-    fast, slow = ours.characters_per_second, reference.characters_per_second
-    print(f"speed:       {fast:,.0f} chars/s, the reference {slow:,.0f}: {fast / slow:.1f} x")
-    draw(ours, reference, validation, title, args.out / "loss.png")
+    print(f"{written}\n")
+    draw(runs, title, args.out / "loss.png")
     print(f"picture:     {args.out / 'loss.png'}")
     right = checkpoint_is_right(ours.model, corpus, args, args.out / "char_lm.pt")
-    return 0 if curves_agree(ours, reference) and right else 1
+    return 0 if curves_agree(ours, runs[TORCHS]) and right else 1
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ TOLERANCE = 1e-4
 
 def state(model: CharLM, batch: int) -> State:
     """The state before the first character."""
-    shape, device = (1, batch, model.lltm.hidden_size), model.head.weight.device
+    shape, device = (1, batch, model.layer.hidden_size), model.head.weight.device
     # Two tensors: torch.export makes one input of the same tensor given twice.
     return torch.zeros(shape, device=device), torch.zeros(shape, device=device)
 
@@ -47,7 +47,7 @@ def export(model: CharLM) -> torch.export.ExportedProgram:
 
 def package(model: CharLM, vocabulary: str, path: Path) -> None:
     # A program reads these from the package.
-    metadata = {"vocabulary": vocabulary, "hidden_size": str(model.lltm.hidden_size)}
+    metadata = {"vocabulary": vocabulary, "hidden_size": str(model.layer.hidden_size)}
     torch._inductor.aoti_compile_and_package(
         export(model), package_path=str(path), inductor_configs={"aot_inductor.metadata": metadata}
     )

@@ -21,15 +21,9 @@ def run(program, *options, cwd):
     return done.stdout
 
 
-def test_the_example_of_an_own_cell_trains_it_and_an_lstm(tmp_path):
-    said = run("examples/own_cell.py", "--quick", cwd=tmp_path)
-    assert "two_speeds" in said and "lltm_ext.LSTM" in said
-    assert (tmp_path / "compare.png").is_file()
-
-
-def test_the_demo_trains_as_pure_pytorch_does(tmp_path):
+def test_the_demo_trains_our_lstm_as_torchs_and_an_own_cell(tmp_path):
     said = run("examples/char_lm.py", "--steps", "20", "--hidden-size", "32", cwd=tmp_path)
-    assert "curves:      agree" in said
+    assert "curves:      agree" in said and "two_speeds" in said
     assert (tmp_path / "loss.png").is_file() and (tmp_path / "char_lm.pt").is_file()
 
 
