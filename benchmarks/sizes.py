@@ -1,11 +1,14 @@
-"""Layers beside torch's over a map of sizes: times of forward and training, and peak memory."""
+"""LSTM and LLTM beside nn.LSTM over a map of sizes: times of forward and training, and peak memory.
+
+benchmarks/sizes_gru_rnn.py has GRU and RNN.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from harness import INK, OURS, Bench, Row, finish, parse
@@ -23,10 +26,8 @@ MANY_ROWS = [(b, t, h) for t in (4, 20) for h in (64, 256) for b in (20_000, 65_
 FLOATS = ("float32", "ieee")
 PRECISIONS = (*FLOATS, "bfloat16", "float16")
 GRU, RNN = f"{OURS}.GRU", f"{OURS}.RNN"
-# Layers and their peers, which take turns.
-GROUPS = {PEER: (LSTM, LLTM), "nn.GRU": (GRU,), "nn.RNN": (RNN,)}
+Groups = Mapping[str, Sequence[str]]  # layers by their peer, with which they take turns
 MODULES = LAYERS | {GRU: lltm_ext.GRU, RNN: lltm_ext.RNN, "nn.GRU": nn.GRU, "nn.RNN": nn.RNN}
-OUR_LAYERS = [layer for group in GROUPS.values() for layer in group]
 KINDS = (*MODES, "peak")
 # What a shape may take: elements of h over all steps, and multiplications of its products with h.
 MOST_ELEMENTS, MOST_PRODUCTS = 2**25, 2**35
@@ -41,16 +42,16 @@ def shapes(small: bool) -> list[Shape]:
     return found + [s for s in MANY_ROWS if math.prod(s) <= MOST_ELEMENTS_OF_MANY_ROWS]
 
 
-def measure_all(bench: Bench, keys: Sequence[tuple[str, Shape, str]]) -> list[Row]:
+def measure_all(bench: Bench, groups: Groups, keys: Sequence[tuple[str, Shape, str]]) -> list[Row]:
     """Sizes with a loss are measured twice more at the end, and medians count.
 
     A host that is busy for a second makes a loss where there is none.
     """
-    runs = {key: [measure(bench, *key)] for key in keys}
+    runs = {key: [measure(bench, groups[key[0]], *key)] for key in keys}
     for _ in range(2):
         for key, found in runs.items():
             if any(row[f"{mode} ratio"] > 1 for row in found[0] for mode in MODES):
-                found.append(measure(bench, *key))
+                found.append(measure(bench, groups[key[0]], *key))
     return [median(rows) for found in runs.values() for rows in zip(*found, strict=True)]
 
 
@@ -64,9 +65,9 @@ def median(rows: Sequence[Row]) -> Row:
     return middle
 
 
-def measure(bench: Bench, peer: str, shape: Shape, precision: str) -> list[Row]:
+def measure(bench: Bench, ours: Sequence[str], peer: str, shape: Shape, precision: str) -> list[Row]:
     """A row for each of our layers that have this peer."""
-    names = [(name, precision) for name in (*GROUPS[peer], peer)]
+    names = [(name, precision) for name in (*ours, peer)]
     candidates = layers(bench, shape[2], names, MODULES)
     sequences = Sequences(bench, shape, candidates)
     found: Row = {}
@@ -74,7 +75,7 @@ def measure(bench: Bench, peer: str, shape: Shape, precision: str) -> list[Row]:
         found |= sequences.times(mode, candidates)
     found |= sequences.peaks()
     rows = []
-    for layer in GROUPS[peer]:
+    for layer in ours:
         row: Row = {"layer": layer, "precision": precision} | sizes(shape)
         for kind in KINDS:
             unit = "MiB" if kind == "peak" else "ms"
@@ -90,7 +91,7 @@ def measure(bench: Bench, peer: str, shape: Shape, precision: str) -> list[Row]:
 
 def claims(rows: Sequence[Row]) -> list[str]:
     found, rows = [], beside_faster_half(rows)
-    for layer in OUR_LAYERS:
+    for layer in dict.fromkeys(row["layer"] for row in rows):
         for precision in (*FLOATS, HALF):
             here = [row for row in rows if (row["layer"], row["precision"]) == (layer, precision)]
             found += [f"{layer}, {precision}, {claim}" for kind in KINDS for claim in claim_of(here, kind)]
@@ -156,17 +157,17 @@ def draw(record: Row) -> Any:
     return figure
 
 
-def main() -> None:
-    args = parse(__doc__ or "")
+def run(op: str, description: str, groups: Groups) -> None:
+    args = parse(description)
     bench = Bench(args.device, args.seconds / 4)
     precisions = PRECISIONS if bench.cuda else PRECISIONS[:1]
     keys = [
-        (*key, precision) for key in itertools.product(GROUPS, shapes(args.small)) for precision in precisions
+        (*key, precision) for key in itertools.product(groups, shapes(args.small)) for precision in precisions
     ]
-    rows = measure_all(bench, keys)
+    rows = measure_all(bench, groups, keys)
     columns = ["layer", "precision", "B", "T", "H", *(f"{kind} ratio" for kind in KINDS)]
-    finish("sizes", args, rows, columns, claims(rows))
+    finish(op, args, rows, columns, claims(rows))
 
 
 if __name__ == "__main__":
-    main()
+    run("sizes", __doc__ or "", {PEER: (LSTM, LLTM)})
