@@ -1,8 +1,8 @@
 """Several processes: workers forked from one that has used the modules, first loads at the same time."""
 
-import subprocess
-import sys
+import os
 
+import forks
 import pytest
 import torch
 from op_suite import assert_same_bits
@@ -50,10 +50,7 @@ def test_workers_forked_after_calls_compute_the_same_on_the_cpu(gradients, devic
 
 
 FIRST_USE = """
-import sys, torch
-print("ready", flush=True)
-sys.stdin.readline()
-import lltm_ext
+import torch, lltm_ext
 device = "cuda" if torch.cuda.is_available() else "cpu"
 x = torch.ones(1, 1, 3, device=device)
 output, _ = lltm_ext.LLTM(3, 5, device=device)(x)
@@ -62,16 +59,5 @@ print(output.isfinite().all().item(), lltm_ext.gemm(x[0], x[0].T).item())
 
 
 def test_processes_that_load_the_modules_at_the_same_time(tmp_path):
-    def start():
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        return subprocess.Popen([sys.executable, "-c", FIRST_USE], cwd=tmp_path, text=True, **pipes)
-
-    processes = [start() for _ in range(3)]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"  # torch is imported: the rest takes all equally long
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    for process in processes:
-        output, errors = process.communicate(timeout=300)
-        assert (process.returncode, output) == (0, "True 3.0\n"), errors
+    for process in forks.run("-c", FIRST_USE, cwd=tmp_path, env=[os.environ] * 3):
+        assert (process.returncode, process.stdout) == (0, "True 3.0\n"), process.stderr
