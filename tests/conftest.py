@@ -62,8 +62,8 @@ def conditions(request):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--examples", type=int, default=300, help="random calls of each function in tests/fuzz")
-    parser.addoption("--soak-seconds", type=float, default=5, help="of calls from threads, in test_soak.py")
+    parser.addoption("--examples", type=int, default=900, help="random calls of each function in tests/fuzz")
+    parser.addoption("--soak-seconds", type=float, default=10, help="of calls from threads, in test_soak.py")
     parser.addoption("--pass", choices=list(PASSES), help="run every test under other conditions")
 
 

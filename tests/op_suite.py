@@ -23,7 +23,6 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
-import torch._dynamo.testing
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -438,7 +437,9 @@ class OpSuite:
         assert_agree(compiled, self.function, call_of_63)
 
     def test_compiles_once_for_all_sizes(self, device, fresh_dynamo):
-        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        from torch._dynamo.testing import CompileCounterWithBackend  # takes a second
+
+        counter = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(self.function, fullgraph=True, dynamic=True, backend=counter)
         frames = []
         for case in self.resized:

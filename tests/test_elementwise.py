@@ -554,7 +554,9 @@ def test_shapes_dtypes_and_strides_equal_torchs_also_of_fake_tensors(pair):
 
 
 def test_symbolic_shapes_keep_strides(fresh_dynamo):
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes a second
+
+    counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(lambda x, y: blend(x, y, a=3) * 2, fullgraph=True, dynamic=True, backend=counter)
     frames = []
     for rows, columns in ((5, 7), (6, 9), (20, 4)):

@@ -28,6 +28,7 @@ from op_suite import (
     forward_and_gradients,
     needs_cuda,
     pairwise,
+    sum_of_squares,
     tensors_saved_by,
     transposed,
     unfit_for_bindings,
@@ -214,6 +215,19 @@ class TestGemm(SmoothSuite):
         each = torch.func.vmap(torch.func.grad(of(self.function)))(torch.stack([bias, -bias]))
         assert_near(each[0], expected, BACKWARD[DOUBLE])
         assert_near(each[1], torch.func.grad(of(self.reference))(-bias), BACKWARD[DOUBLE])
+
+    @pytest.mark.parametrize("way", ["function", "apply"])
+    def test_a_loss_of_the_output_and_of_its_gradients(self, way, device):
+        """Where gradients reach the output and the value before the activation at once."""
+        call = with_bias(3, 4, 2, activation="gelu")(Make(DOUBLE, device))
+
+        def gradients(function):
+            leaves = call.leaves()
+            (output,) = leaves.run(function)
+            first = torch.autograd.grad(output.square().sum(), leaves.tensors, create_graph=True)
+            return torch.autograd.grad(output.exp().sum() + sum_of_squares(first), leaves.tensors)
+
+        assert_all_near(gradients(getattr(self, way)), gradients(self.reference), 10 * BACKWARD[DOUBLE])
 
     def test_opcheck_of_out_and_of_the_forward_that_returns_the_pre_activation(self, device):
         a, b = operands(Make(DOUBLE, device), 4, 3, 5)

@@ -1,6 +1,6 @@
 """Many calls: from 8 threads at once with random sizes, and of each op with large tensors.
 
-pytest tests/test_soak.py --soak-seconds 3600    # an hour; make soak: 2,000 s; without the option five
+pytest tests/test_soak.py --soak-seconds 3600    # an hour; make soak: 2,000 s; without the option ten seconds
 """
 
 import ctypes
