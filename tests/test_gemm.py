@@ -216,6 +216,16 @@ class TestGemm(SmoothSuite):
         assert_near(each[0], expected, BACKWARD[DOUBLE])
         assert_near(each[1], torch.func.grad(of(self.reference))(-bias), BACKWARD[DOUBLE])
 
+    @pytest.mark.parametrize("in_dims", [(0, 0), (1, 0), (0, None), (None, 2)], ids=str)
+    def test_vmap_of_batches(self, in_dims, device):
+        calls = [operands(Make(DOUBLE, device, seed), 4, 3, 5, 2) for seed in range(3)]
+        given, singles = [], []
+        for dim, values in zip(in_dims, zip(*calls, strict=True), strict=True):
+            given.append(values[0] if dim is None else torch.stack(values, dim))
+            singles.append(values[:1] * 3 if dim is None else values)
+        expected = torch.stack([a @ b for a, b in zip(*singles, strict=True)])
+        assert_near(torch.vmap(self.function, in_dims)(*given), expected, FORWARD[DOUBLE])
+
     @pytest.mark.parametrize("way", ["function", "apply"])
     def test_a_loss_of_the_output_and_of_its_gradients(self, way, device):
         """Where gradients reach the output and the value before the activation at once."""
