@@ -277,6 +277,12 @@ def test_complex_gradients(reverse, device):
 
         assert torch.autograd.gradcheck(function, call.tensors, check_forward_ad=True)
         assert torch.autograd.gradgradcheck(function, call.tensors)
+        output = function(*call.tensors)
+        with_graph, without = (
+            torch.autograd.grad(output, call.tensors, output.cos(), retain_graph=True, create_graph=graph)
+            for graph in (True, False)
+        )
+        torch.testing.assert_close(with_graph, without)
 
 
 def parts(tensors):
