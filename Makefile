@@ -30,7 +30,8 @@ SOURCES := $(shell find src) $(wildcard lltm_ext/*.py lltm_ext/*/*.py lltm_ext/*
 .PHONY: test test-all test-asan test-stream test-deterministic test-sanitizer fuzz soak demo docs bench wheel wheels index matrix lint
 
 test: $(INSTALLED)
-	$(TEST) -m "not packaging and not compiles" $(PYTEST)
+	@echo "== tests: all of them take about five minutes on two cores without a GPU"
+	$(TEST) -m "not packaging and not compiles" --examples=450 --soak-seconds=5 $(PYTEST)
 	@echo "Left out: the tests that compile or install. All tests, with the wheel for all GPUs: make test-all"
 
 test-all: $(INSTALLED_WHEEL)

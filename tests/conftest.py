@@ -74,6 +74,12 @@ def pytest_generate_tests(metafunc):
     wanted = set(metafunc.fixturenames) - taken
     if "device" in wanted:
         metafunc.parametrize("device", DEVICES)
+    if {"case", "layout", "dtype"} <= wanted:
+        from op_suite import pairs_of  # not before its asserts are registered, above
+
+        some = pairs_of(metafunc.cls.samples, metafunc.cls.layouts, DTYPES)
+        metafunc.parametrize("case,layout,dtype", some, ids=lambda x: str(x).removeprefix("torch."))
+        wanted -= {"case", "layout", "dtype"}
     if "dtype" in wanted:
         metafunc.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
     # What an op's suite offers, as parameters: each is a dict of the class.

@@ -15,6 +15,7 @@ import copy
 import functools
 import gc
 import io
+import itertools
 import pickle
 import weakref
 
@@ -22,7 +23,6 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
-import torch._dynamo.testing
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -43,6 +43,36 @@ EXAMPLES = hypothesis.settings(
     database=None,
     suppress_health_check=[hypothesis.HealthCheck.differing_executors],
 )
+
+
+def pairs_of(*factors):
+    """Of all combinations of the factors' values some, in which any two values of two factors meet."""
+    every = [[*enumerate(values)] for values in itertools.product(*factors)]
+    missing = {pair for values in every for pair in itertools.combinations(values, 2)}
+    found = []
+    while missing:
+        best = max(every, key=lambda values: len(missing.intersection(itertools.combinations(values, 2))))
+        missing.difference_update(itertools.combinations(best, 2))
+        found.append(tuple(value for _, value in best))
+    return found
+
+
+def pairwise(**factors):
+    """As pytest.mark.parametrize for each factor, by `pairs_of`. A factor is a list, or a dict by ids."""
+    tables = [values if isinstance(values, dict) else dict(enumerate(values)) for values in factors.values()]
+
+    def name(table, key):
+        return key if isinstance(key, str) else str(table[key]).removeprefix("torch.")
+
+    params = [
+        pytest.param(
+            *(table[key] for table, key in zip(tables, keys, strict=True)),
+            id="-".join(name(table, key) for table, key in zip(tables, keys, strict=True)),
+        )
+        for keys in pairs_of(*tables)
+    ]
+    return pytest.mark.parametrize(",".join(factors), params)
+
 
 DOUBLE = torch.float64
 FLOATING = "float16, bfloat16, float32 or float64"  # as messages name the dtypes that every op takes
@@ -407,7 +437,9 @@ class OpSuite:
         assert_agree(compiled, self.function, call_of_63)
 
     def test_compiles_once_for_all_sizes(self, device, fresh_dynamo):
-        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        from torch._dynamo.testing import CompileCounterWithBackend  # takes a second
+
+        counter = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(self.function, fullgraph=True, dynamic=True, backend=counter)
         frames = []
         for case in self.resized:

@@ -30,6 +30,7 @@ from op_suite import (
     cotangents,
     forward_and_gradients,
     needs_cuda,
+    pairwise,
     sum_of_squares,
 )
 from torch import nn
@@ -1081,9 +1082,11 @@ class LayerSuite(ModuleSuite):
 
     # Packed sequences
 
-    @kinds
-    @pytest.mark.parametrize("given", [False, True], ids=["no hx", "hx"])
-    @pytest.mark.parametrize("lengths", [(6, 4, 4, 1), (2, 6, 1, 4), (3, 3, 3), (1,), (5, 1)], ids=str)
+    @pairwise(
+        kind=[*KINDS],
+        lengths=[(6, 4, 4, 1), (2, 6, 1, 4), (3, 3, 3), (1,), (5, 1)],
+        given={"no hx": False, "hx": True},
+    )
     def test_a_packed_batch_equals_its_sequences_one_by_one(self, kind, given, lengths, device):
         layer, make = self.build(kind, device), Make(DOUBLE, device)
         sequences = [make(n, INPUT).requires_grad_() for n in lengths]

@@ -28,6 +28,7 @@ from op_suite import (
     misaligned,
     needs_cuda,
     packed,
+    pairwise,
 )
 from sequence_suite import OPS, LoopOverSteps, relative_errors, single_gradients
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -303,11 +304,13 @@ def test_both_directions_of_a_hidden_size_that_is_no_multiple_of_8(op, dtype):
 GIVEN = {"h0 and c0": (), "c0": (1,), "h0": (2,), "neither": (1, 2)}  # and the positions of the others
 
 
-@ops
-@types
-@pytest.mark.parametrize("lacking", GIVEN.values(), ids=GIVEN)
-@pytest.mark.parametrize("sizes", [None, [9, 7, 7, 1]], ids=["dense", "packed"])
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pairwise(
+    op=OPS,
+    dtype=TYPES,
+    lacking=GIVEN,
+    sizes={"dense": None, "packed": [9, 7, 7, 1]},
+    reverse={"forward": False, "reverse": True},
+)
 @runs
 def test_a_sequence_without_initial_states_starts_from_zeros(
     op, dtype, device, algorithm, lacking, sizes, reverse

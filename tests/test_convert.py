@@ -2,9 +2,8 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
+import forks
 import pytest
 import torch
 from op_suite import DOUBLE, Call, Make, assert_all_near, assert_same_bits, cotangents
@@ -306,9 +305,7 @@ model, input, expected = torch.load(sys.argv[1], weights_only=False)
 torch.testing.assert_close(model[0](input)[0], expected)
 print(*(type(layer).__module__ for layer in model))
 """
-    found = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "model.pt")], capture_output=True, text=True
-    )
+    found = forks.run("-c", program, tmp_path / "model.pt", cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     assert found.stdout.split() == ["torch.nn.modules.rnn"] * 3
 

@@ -2,11 +2,10 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import FunctionType
 
+import forks
 import pytest
 import torch
 from op_suite import BACKWARD, DOUBLE, Make, assert_near
@@ -25,42 +24,35 @@ FUNCTIONS = [name for name in lltm_ext.__all__ if isinstance(getattr(lltm_ext, n
 STUBS = Path(__file__).parent.parent / "tools/stubs.py"
 
 
-# Each file by itself, with neither our Python package nor the other modules: a fork for each, because
-# every new process would import torch.
+# A file by itself, with neither our Python package nor the other modules.
 LOAD = """
 import os, sys, torch
-for file in sys.argv[1:]:
-    child = os.fork()
-    if child:
-        os.waitpid(child, 0)
-        continue
-    module = os.path.basename(file).partition(".")[0]
-    torch.ops.load_library(file)
-    assert "lltm_ext" not in sys.modules
-    x = torch.ones(2, 2, requires_grad=True)
-    arguments = {
-        "fake_quantize": (x, x[0, 0], torch.tensor(0), -8, 7),
-        "gemm": (x, x),
-        "scan": (x, x),
-        "stochastic_round": (x, torch.bfloat16),
-    }.get(module, (x,))
-    getattr(torch.ops.lltm_ext, module)(*arguments).sum().backward()
-    print(module, x.grad.isfinite().all().item())
-    break
+module = os.path.basename(sys.argv[1]).partition(".")[0]
+torch.ops.load_library(sys.argv[1])
+assert "lltm_ext" not in sys.modules
+x = torch.ones(2, 2, requires_grad=True)
+arguments = {
+    "fake_quantize": (x, x[0, 0], torch.tensor(0), -8, 7),
+    "gemm": (x, x),
+    "scan": (x, x),
+    "stochastic_round": (x, torch.bfloat16),
+}.get(module, (x,))
+getattr(torch.ops.lltm_ext, module)(*arguments).sum().backward()
+print(module, x.grad.isfinite().all().item())
 """
 
 
 @pytest.mark.skipif(_portable.in_use, reason="the portable library is one for all ops")
-def test_a_built_module_registers_its_ops_by_itself():
+def test_a_built_module_registers_its_ops_by_itself(tmp_path):
     # Not those that run on CUDA only, and those whose kernels custom_cell calls.
     alone = [module for module in MODULES if module not in ("custom_cell", "elementwise", "lltm", "lstm")]
-    command = [sys.executable, "-c", LOAD, *(getattr(_C, module).__file__ for module in alone)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.stdout.splitlines() == [f"{module} True" for module in alone], result.stderr
+    for module in alone:
+        result = forks.run("-c", LOAD, getattr(_C, module).__file__, cwd=tmp_path)
+        assert result.stdout == f"{module} True\n", result.stderr
 
 
 @pytest.mark.skipif(_portable.in_use, reason="the portable library has its autograd in Python")
-def test_without_the_package_a_second_derivative_is_an_error():
+def test_without_the_package_a_second_derivative_is_an_error(tmp_path):
     code = f"""
 import torch
 torch.ops.load_library({_C.sigmoid.__file__!r})
@@ -73,7 +65,7 @@ for y in (torch.ops.lltm_ext.sigmoid(x), torch.ops.lltm_ext.fake_quantize(x, x[:
     except RuntimeError as error:
         print(error)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    result = forks.run("-c", code, cwd=tmp_path)
     expected = (
         "{}: expected the Python package for a gradient that can be differentiated again (create_graph), "
         "got none. In Python: import lltm_ext"

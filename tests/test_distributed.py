@@ -4,11 +4,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,16 +31,17 @@ def backend(request):
     return request.param
 
 
-def start(processes, out, backend, *options, steps=STEPS):
-    options = ("--out", out, "--device", DEVICE[backend], "--steps", str(steps), *SMALL, *options)
-    torchrun = [
-        sys.executable,
-        *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"],
-        str(processes),
-    ]
+def options_of(out, backend, steps=STEPS):
+    return ("--out", str(out), "--device", DEVICE[backend], "--steps", str(steps), *SMALL)
+
+
+def start(processes, *options):
+    """By torchrun."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([*torchrun, EXAMPLE, *options], env=env, **pipes)
+    command = [*torchrun, "--nproc-per-node", str(processes), EXAMPLE, *options]
+    return subprocess.Popen(command, env=env, **pipes)
 
 
 def end_of(run):
@@ -51,10 +54,15 @@ def end_of(run):
 
 
 def curve(processes, out, backend, *options):
-    """The loss of each step of a whole run."""
-    with start(processes, out, backend, *options) as run:
-        output = end_of(run)
-    assert run.returncode == 0, output
+    """The loss of each step of a whole run, of processes that torchrun need not start."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    of_all = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(processes)}
+    of_all |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    env = [of_all | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    runs = forks.run(EXAMPLE, *options_of(out, backend), *options, cwd=out, env=env, timeout=100)
+    assert [run.returncode for run in runs] == [0] * processes, runs
     return json.loads((out / "loss.json").read_text())
 
 
@@ -112,7 +120,7 @@ def test_bfloat16_with_sharded_parameters_stays_near_the_curve(backend, of_one, 
 
 
 def test_a_killed_process_ends_the_run_which_one_process_resumes_to_the_same_curve(backend, of_one, tmp_path):
-    with start(2, tmp_path, backend, "--shard", steps=10_000) as run:
+    with start(2, *options_of(tmp_path, backend, steps=10_000), "--shard") as run:
         while not (tmp_path / f"step_{2 * SAVE_EVERY}/.metadata").exists():
             assert run.poll() is None, end_of(run)
             time.sleep(0.05)

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from op_suite import (
@@ -112,8 +113,7 @@ def compiled_anew(op):
 
 def run_python(*arguments, **options):
     """A new process, which imports the installed package and not the sources."""
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ELSEWHERE, timeout=300, **options)
+    done = forks.run(*arguments, cwd=ELSEWHERE, **options)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -419,19 +419,13 @@ def test_concurrent_processes_write_one_valid_entry(cache):
 import hashlib, torch, lltm_ext
 from lltm_ext import _C
 op = lltm_ext.elementwise("T f(T x)", "return exp(x);")
-input()
 for _ in range(20):
     binary = _C.elementwise.compile(op.program, torch.float32, "sm_80")
 print(hashlib.sha256(binary).hexdigest())
 """
-    start = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ELSEWHERE}
-    processes = [subprocess.Popen([sys.executable, "-c", code], **start) for _ in range(3)]
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    found = {process.communicate(timeout=120)[0] for process in processes}
-    assert [process.returncode for process in processes] == [0] * 3
-    assert len(found) == 1
+    processes = forks.run("-c", code, cwd=ELSEWHERE, env=[os.environ] * 3)
+    assert [process.returncode for process in processes] == [0] * 3, processes
+    assert len({process.stdout for process in processes}) == 1
     assert len(list(cache.iterdir())) == 1  # and no temporary file
     assert compilations(lambda: compiled(op_of("return exp(x);"))) == 0
 
@@ -560,7 +554,9 @@ def test_shapes_dtypes_and_strides_equal_torchs_also_of_fake_tensors(pair):
 
 
 def test_symbolic_shapes_keep_strides(fresh_dynamo):
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes a second
+
+    counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(lambda x, y: blend(x, y, a=3) * 2, fullgraph=True, dynamic=True, backend=counter)
     frames = []
     for rows, columns in ((5, 7), (6, 9), (20, 4)):

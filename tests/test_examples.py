@@ -4,10 +4,10 @@ The others are run by test_cpp.py, test_distributed.py and test_elementwise.py.
 """
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 
@@ -15,8 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(program, *options, cwd):
-    command = [sys.executable, ROOT / program, *options, "--device", "cpu", "--out", cwd]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    done = forks.run(ROOT / program, *options, "--device", "cpu", "--out", cwd, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -23,6 +23,7 @@ from op_suite import (
     forward_and_gradients,
     needs_cuda,
     packed,
+    pairwise,
     results,
     stacked,
     tensors_saved_by,
@@ -279,11 +280,13 @@ class TestLearnable(OpSuite):
         finally:
             torch.set_num_threads(threads)
 
-    @pytest.mark.parametrize(
-        "shape,axis", [((70_001,), None), *((x, 0) for x in OF_AXIS_0), *((x, 1) for x in OF_AXIS_1)]
+    @pairwise(
+        shape_axis=[((70_001,), None), *((x, 0) for x in OF_AXIS_0), *((x, 1) for x in OF_AXIS_1)],
+        order=["contiguous", "channels_last", "misaligned"],
+        dtype=list(FORWARD),
     )
-    @pytest.mark.parametrize("order", ["contiguous", "channels_last", "misaligned"])
-    def test_all_shapes_match_the_reference(self, shape, axis, order, dtype, device):
+    def test_all_shapes_match_the_reference(self, shape_axis, order, dtype, device):
+        shape, axis = shape_axis
         call = learnable(Make(dtype, device), *shape, axis=axis, grad_factor=0.125)
         x, *rest = call.tensors
         if order == "channels_last":

@@ -27,6 +27,8 @@ from op_suite import (
     expected_by,
     forward_and_gradients,
     needs_cuda,
+    pairwise,
+    sum_of_squares,
     tensors_saved_by,
     transposed,
     unfit_for_bindings,
@@ -181,8 +183,7 @@ class TestGemm(SmoothSuite):
         assert torch.autograd.gradcheck(call.bind(self.function), call.tensors)
         assert torch.autograd.gradgradcheck(call.bind(self.function), call.tensors)
 
-    @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
-    @pytest.mark.parametrize("shape", SHAPES_OF_GRADIENTS, ids=str)
+    @pairwise(shape=SHAPES_OF_GRADIENTS, activation=ACTIVATIONS[1:], dtype=list(FORWARD))
     def test_backward_of_activation_and_bias(self, shape, activation, dtype, device):
         backward = torch.ops.lltm_ext.gemm_activation_bias_backward
         grad_output, saved = Make(dtype, device)(*shape), Make(dtype, device, seed=1)(*shape).sigmoid()
@@ -214,6 +215,29 @@ class TestGemm(SmoothSuite):
         each = torch.func.vmap(torch.func.grad(of(self.function)))(torch.stack([bias, -bias]))
         assert_near(each[0], expected, BACKWARD[DOUBLE])
         assert_near(each[1], torch.func.grad(of(self.reference))(-bias), BACKWARD[DOUBLE])
+
+    @pytest.mark.parametrize("in_dims", [(0, 0), (1, 0), (0, None), (None, 2)], ids=str)
+    def test_vmap_of_batches(self, in_dims, device):
+        calls = [operands(Make(DOUBLE, device, seed), 4, 3, 5, 2) for seed in range(3)]
+        given, singles = [], []
+        for dim, values in zip(in_dims, zip(*calls, strict=True), strict=True):
+            given.append(values[0] if dim is None else torch.stack(values, dim))
+            singles.append(values[:1] * 3 if dim is None else values)
+        expected = torch.stack([a @ b for a, b in zip(*singles, strict=True)])
+        assert_near(torch.vmap(self.function, in_dims)(*given), expected, FORWARD[DOUBLE])
+
+    @pytest.mark.parametrize("way", ["function", "apply"])
+    def test_a_loss_of_the_output_and_of_its_gradients(self, way, device):
+        """Where gradients reach the output and the value before the activation at once."""
+        call = with_bias(3, 4, 2, activation="gelu")(Make(DOUBLE, device))
+
+        def gradients(function):
+            leaves = call.leaves()
+            (output,) = leaves.run(function)
+            first = torch.autograd.grad(output.square().sum(), leaves.tensors, create_graph=True)
+            return torch.autograd.grad(output.exp().sum() + sum_of_squares(first), leaves.tensors)
+
+        assert_all_near(gradients(getattr(self, way)), gradients(self.reference), 10 * BACKWARD[DOUBLE])
 
     def test_opcheck_of_out_and_of_the_forward_that_returns_the_pre_activation(self, device):
         a, b = operands(Make(DOUBLE, device), 4, 3, 5)
@@ -277,8 +301,7 @@ class TestGemm(SmoothSuite):
         with pytest.raises(RuntimeError, match=r"^gemm: expected out not to be an inference tensor"):
             lltm_ext.gemm(a, b, out=out)
 
-    @activations
-    @pytest.mark.parametrize("sizes", [(20, 9, 20), (20, 16, 24), (200, 16, 200)], ids=str)
+    @pairwise(sizes=[(20, 9, 20), (20, 16, 24), (200, 16, 200)], activation=ACTIVATIONS, dtype=list(FORWARD))
     def test_nan_and_infinity_stay_in_their_row_and_column(self, sizes, activation, dtype, device):
         a, b = operands(Make(dtype, device), *sizes)
         b = b.abs() + 0.1
@@ -672,11 +695,12 @@ def error_of(product, a, b):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_precisions_are_as_accurate_as_documented(precision, layout, scaled, device):
     make = Make(torch.float32, device)
-    a, b = operands(make, 515, 2055, 390)
+    m, k, n = (515, 2055, 390) if device == "cuda" else (65, 515, 98)  # the sizes are those of GPUs' kernels
+    a, b = operands(make, m, k, n)
     if scaled == "rows and columns":  # over twenty orders of magnitude
-        a, b = a * torch.exp2(make(515, 1, scale=10)), b * torch.exp2(make(390, scale=10))
+        a, b = a * torch.exp2(make(m, 1, scale=10)), b * torch.exp2(make(n, scale=10))
     elif scaled == "K":  # few terms dominate each sum, and their rounding the error
-        a = a * torch.exp2(make(2055, scale=10))
+        a = a * torch.exp2(make(k, scale=10))
     a, b = in_layout(layout, a, b)
     product = lltm_ext.gemm(a, b, precision=precision)
     torchs = error_of(torch.matmul(a, b), a, b)
@@ -723,7 +747,7 @@ def test_tf32_rounds_to_nearest_as_cublas_does(sizes, layout):
 )
 def test_tf32_multiplies_small_integers_exactly(sizes, layout, device):
     m, k, n = sizes
-    k = k if device == "cuda" else k // 8  # the sizes are those of a GPU's kernels
+    m, k = (m, k) if device == "cuda" else (-(-m // 4), k // 8)  # the sizes are those of a GPU's kernels
     a, b, bias = (torch.randint(-4, 5, shape, device=device).float() for shape in ((m, k), (k, n), (n,)))
     a, b = in_layout(layout, a, b)
     for _ in range(2):
@@ -1032,9 +1056,11 @@ class TestLinear(ModuleSuite):
         "without bias": linear(bias=False, activation="relu"),
     }
 
-    @activations
-    @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-    @pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 3, 4, 5), (0, 5), (2, 0, 5)], ids=str)
+    @pairwise(
+        shape=[(5,), (4, 5), (2, 3, 4, 5), (0, 5), (2, 0, 5)],
+        activation=ACTIVATIONS,
+        bias={"no bias": False, "bias": True},
+    )
     def test_it_equals_nn_linear_and_the_activation(self, activation, bias, shape, device):
         layer = lltm_ext.Linear(5, 3, bias, activation, device=device, dtype=DOUBLE)
         peer = torch.nn.Linear(5, 3, bias, device=device, dtype=DOUBLE)

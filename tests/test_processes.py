@@ -1,21 +1,21 @@
 """Several processes: workers forked from one that has used the modules, first loads at the same time."""
 
-import subprocess
-import sys
+import os
 
+import forks
 import pytest
 import torch
-from op_suite import assert_same_bits
 
+IN_WORKERS = """
+import sys
+import torch
 import lltm_ext
+
+gradients, device = sys.argv[1] == "gradients", sys.argv[2]
 
 
 class Computed(torch.utils.data.Dataset):
-    """Items that a layer and an op compute, and their gradients if asked for."""
-
-    def __init__(self, gradients):
-        self.layer = lltm_ext.LLTM(3, 5)
-        self.gradients = gradients
+    layer = lltm_ext.LLTM(3, 5)
 
     def __len__(self):
         return 8
@@ -23,37 +23,34 @@ class Computed(torch.utils.data.Dataset):
     def __getitem__(self, i):
         x = torch.full((40, 4, 3), 0.1 * i).requires_grad_()
         y = lltm_ext.sigmoid(self.layer(x)[0])
-        return torch.autograd.grad(y.sum(), x)[0] if self.gradients else y.detach()
+        return torch.autograd.grad(y.sum(), x)[0] if gradients else y.detach()
 
 
-def items(gradients, **options):
-    return list(torch.utils.data.DataLoader(Computed(gradients), batch_size=None, **options))
+def items(**options):
+    return list(torch.utils.data.DataLoader(Computed(), batch_size=None, **options))
 
 
-def use(device):
-    """The modules, by as many threads as there are."""
-    large = torch.ones(1_000_000, device=device, requires_grad=True)
-    lltm_ext.sigmoid(large).sum().backward()
-    lltm_ext.LLTM(64, 64, device=device)(torch.ones(20, 64, 64, device=device))[0].sum().backward()
+# The modules are used, by as many threads as there are.
+large = torch.ones(1_000_000, device=device, requires_grad=True)
+lltm_ext.sigmoid(large).sum().backward()
+lltm_ext.LLTM(64, 64, device=device)(torch.ones(20, 64, 64, device=device))[0].sum().backward()
+expected = items()
+found = items(num_workers=2, multiprocessing_context="fork", timeout=60)
+print(len(found), all(map(torch.equal, found, expected)))
+"""
 
 
-@pytest.mark.parametrize("gradients", [False, True])
-def test_workers_forked_after_calls_compute_the_same_on_the_cpu(gradients, device):
-    if gradients and torch.cuda.is_available():
+@pytest.mark.parametrize("what", ["outputs", "gradients"])
+def test_workers_forked_after_calls_compute_the_same_on_the_cpu(what, device, tmp_path):
+    """In a process of its own: torch refuses autograd in a fork of one that used its threads for GPUs."""
+    if what == "gradients" and torch.cuda.is_available():
         pytest.skip("where there is a GPU, torch refuses autograd in a fork after a backward")
-    use(device)
-    torch.manual_seed(0)
-    expected = items(gradients)
-    torch.manual_seed(0)
-    workers = {"num_workers": 2, "multiprocessing_context": "fork", "timeout": 60}
-    assert_same_bits(items(gradients, **workers), expected)
+    done = forks.run("-c", IN_WORKERS, what, device, cwd=tmp_path)
+    assert done.stdout == "8 True\n", done.stderr
 
 
 FIRST_USE = """
-import sys, torch
-print("ready", flush=True)
-sys.stdin.readline()
-import lltm_ext
+import torch, lltm_ext
 device = "cuda" if torch.cuda.is_available() else "cpu"
 x = torch.ones(1, 1, 3, device=device)
 output, _ = lltm_ext.LLTM(3, 5, device=device)(x)
@@ -62,16 +59,5 @@ print(output.isfinite().all().item(), lltm_ext.gemm(x[0], x[0].T).item())
 
 
 def test_processes_that_load_the_modules_at_the_same_time(tmp_path):
-    def start():
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        return subprocess.Popen([sys.executable, "-c", FIRST_USE], cwd=tmp_path, text=True, **pipes)
-
-    processes = [start() for _ in range(3)]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"  # torch is imported: the rest takes all equally long
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    for process in processes:
-        output, errors = process.communicate(timeout=300)
-        assert (process.returncode, output) == (0, "True 3.0\n"), errors
+    for process in forks.run("-c", FIRST_USE, cwd=tmp_path, env=[os.environ] * 3):
+        assert (process.returncode, process.stdout) == (0, "True 3.0\n"), process.stderr

@@ -172,6 +172,13 @@ def test_no_bias_is_a_bias_of_zeros(cell, device):
     )
 
 
+def test_each_of_several_states_keeps_its_dtype(device):
+    call = call_of(lltm_ext.cells.slstm, Make(torch.float16, device), 5, 2, 4)
+    input, (h0, c0, n0, m0), *weights = call.args
+    _, final = lltm_ext.cells.slstm(input, (h0, c0, n0.float(), m0.float()), *weights)
+    assert [x.dtype for x in final] == [torch.float16, torch.float16, torch.float32, torch.float32]
+
+
 def test_half_types_keep_states_in_float32_and_round_h(device):
     """At 2048 float16 has steps of 2, so adding 0.25 many times changes nothing if each step rounds."""
     for dtype in (torch.float16, torch.bfloat16):

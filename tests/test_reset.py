@@ -7,8 +7,18 @@ import cell_examples
 import pytest
 import torch
 from cell_examples import CELLS, TEXTS, WITH_OUTPUT, everything, without_product
-from op_suite import BACKWARD, DOUBLE, FORWARD, Call, Make, assert_all_near, assert_same_bits, needs_cuda
-from sequence_suite import KINDS, Recorder, assert_values_and_gradients, kinds
+from op_suite import (
+    BACKWARD,
+    DOUBLE,
+    FORWARD,
+    Call,
+    Make,
+    assert_all_near,
+    assert_same_bits,
+    needs_cuda,
+    pairwise,
+)
+from sequence_suite import KINDS, Recorder, assert_values_and_gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
@@ -100,10 +110,13 @@ IN_DTYPES = [(name, dtype) for name in ("lltm", "lstm") for dtype in FORWARD] + 
 ]
 
 
-@pytest.mark.parametrize("name,dtype", IN_DTYPES, ids=str)
-@both_resets
-@pytest.mark.parametrize("kind,exact", [("bool", episodes_of), ("numbers", step_by_step)])
-def test_an_episode_is_a_call_of_its_own(name, dtype, reset_to, kind, exact, device):
+@pairwise(
+    name_dtype=IN_DTYPES,
+    reset_to=["zeros", "initial"],
+    kind_exact={"bool": ("bool", episodes_of), "numbers": ("numbers", step_by_step)},
+)
+def test_an_episode_is_a_call_of_its_own(name_dtype, reset_to, kind_exact, device):
+    (name, dtype), (kind, exact) = name_dtype, kind_exact
     function, inputs = FUNCTIONS[name], inputs_of(name, device)
     reset, call = resets(device, kind), call_of(name, Make(dtype, device))
     ours = functools.partial(function, reset=reset, reset_to=reset_to, **inputs)
@@ -130,12 +143,13 @@ def test_second_derivatives(name, reset_to, device):
     assert torch.autograd.gradgradcheck(ours, call.tensors)
 
 
-@pytest.mark.parametrize("name", ["lltm", "lstm", "gru"])
+@pytest.mark.parametrize("name", ["lltm", "lstm", "gru", "lltm_reference"])
 @both_resets
 @pytest.mark.parametrize("kind", ["bool", "numbers"])
 def test_a_reset_removes_nan(name, reset_to, kind, device):
     """Of an input, and of the initial state where zeros take its place."""
-    function, call = FUNCTIONS[name], call_of(name, Make(DOUBLE, device))
+    function = lltm_reference if name == "lltm_reference" else FUNCTIONS[name]
+    call = call_of(name.removesuffix("_reference"), Make(DOUBLE, device))
     (input, hx, *weights), named = call.args, call.kwargs
     start = hx if reset_to == "initial" else each(torch.zeros_like, hx)
     from_here, _ = function(input[3:], start, *weights, **named)
@@ -232,10 +246,12 @@ def episodes_of_layer(layer, reset, lengths, reset_to):
     return run
 
 
-@every_layer
-@kinds
-@both_resets
-@pytest.mark.parametrize("numbers", [False, True], ids=["bool", "numbers"])
+@pairwise(
+    name=[*EVERY_LAYER],
+    kind=[*KINDS],
+    reset_to=["zeros", "initial"],
+    numbers={"bool": False, "numbers": True},
+)
 def test_an_episode_is_a_call_of_the_layer_of_its_own(name, kind, reset_to, numbers, device):
     layer = EVERY_LAYER[name](5, 6, **KINDS[kind], device=device, dtype=DOUBLE)
     reset = resets(device, "bool")

@@ -120,13 +120,16 @@ class TestScan(ScanSuite):
     bad_calls = expected_by("scan", {TypeError: TYPE_ERRORS, RuntimeError: RUNTIME_ERRORS})
 
 
+def resets_of(b):
+    t, row = (torch.arange(n, device=b.device) for n in b.shape[:2])
+    return (t[:, None] + row) % 7 == 0
+
+
 def with_resets(scan):
     """Resets some steps of some rows, the first step among them."""
 
     def function(a, b, initial=None, *, reverse=False):
-        t, row = (torch.arange(n, device=b.device) for n in b.shape[:2])
-        reset = (t[:, None] + row) % 7 == 0
-        return scan(a, b, initial, reset=reset, reverse=reverse)
+        return scan(a, b, initial, reset=resets_of(b), reverse=reverse)
 
     return function
 
@@ -148,20 +151,29 @@ class TestScanWithResets(ScanSuite):
     def apply(self, a, b, initial=None, *, reverse=False):
         return with_resets(super().apply)(a, b, initial, reverse=reverse)
 
+    def test_compiles_with_inductor(self, call_of_63, fresh_dynamo):
+        """Resets that are given: what makes them torch would compile to C++, which takes long."""
+        reset = resets_of(call_of_63.args[1])
+
+        def scan(*args):
+            return lltm_ext.scan(*args, reset=reset)
+
+        assert_agree(torch.compile(scan, fullgraph=True), scan, call_of_63.map(transposed))
+
 
 # ---- accuracy
 
 
 def in_float64(a, b, initial=None, **how):
     """The loop on the same numbers, and the same loop on absolute values."""
-    wide = [x if x is None else x.to(torch.promote_types(x.dtype, DOUBLE)) for x in (a, b, initial)]
-    sizes = [x if x is None else x.abs() for x in wide]
-    return scan_reference(*wide, **how), scan_reference(*sizes, **how)
+    wide = [x.to(torch.promote_types(x.dtype, DOUBLE)) for x in (a, b, initial)]
+    exact, size = scan_reference(*(torch.stack([x, x.abs().to(x)], -1) for x in wide), **how).unbind(-1)
+    return exact, size.abs()
 
 
-def assert_within_the_bound(a, b, initial=None, **how):
+def assert_within_the_bound(exact, size, a, b, initial, **how):
     """The bound that the docstring gives, and no NaN where the loop has none."""
-    found, (exact, size) = lltm_ext.scan(a, b, initial, **how), in_float64(a, b, initial, **how)
+    found = lltm_ext.scan(a, b, initial, **how)
     u, n = ROUNDOFF.get(b.dtype, 2**-24), torch.arange(1, len(exact) + 1, device=b.device, dtype=DOUBLE)
     n = (n.flip(0) if how.get("reverse") else n).reshape(-1, *[1] * (exact.dim() - 1))
     bound = 2 * u * n * size + STORED.get(b.dtype, u) * exact.abs() + torch.finfo(b.dtype).smallest_normal
@@ -185,12 +197,14 @@ def test_errors_are_within_the_bound(shape, dtype, device):
     decaying = make(*shape) * 1e-3
     some_zeros = near_one * (make(*shape) > -2)
     turn = torch.polar(torch.ones_like(b), b) if dtype.is_complex else 1
-    for a in (near_one, near_minus_one, decaying, some_zeros):
-        for reverse in (False, True):
-            reset = make(*shape[:1]) > 3
-            given = [x.to(dtype) for x in (a * turn, b, initial)]
-            assert_within_the_bound(*given, reverse=reverse)
-            assert_within_the_bound(*given, reset=reset, reverse=reverse)
+    coefficients = [(a * turn).to(dtype) for a in (near_one, near_minus_one, decaying, some_zeros)]
+    b, initial = b.to(dtype), initial.to(dtype)
+    for reverse, has_resets in itertools.product((False, True), (False, True)):
+        how = {"reverse": reverse, "reset": make(*shape[:1]) > 3 if has_resets else None}
+        # One loop for all of them, because a loop takes long.
+        exact = in_float64(torch.stack(coefficients, -1), b.unsqueeze(-1), initial.unsqueeze(-1), **how)
+        for a, *of_loop in zip(coefficients, *(x.unbind(-1) for x in exact), strict=True):
+            assert_within_the_bound(*of_loop, a, b, initial, **how)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
@@ -206,15 +220,16 @@ def test_growing_coefficients_whose_product_overflows(shape, dtype, device):
 
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 def test_infinite_states_stay_infinite_and_nan_ends_at_a_reset(shape, device):
-    make = Make(torch.float32, device)
-    for a, value in itertools.product((0.5, 1e-3, -2.0, 1.0), (math.inf, -math.inf, math.nan)):
-        b = make(*shape)
-        b[5] = value
-        reset = torch.zeros(len(b), dtype=torch.bool, device=device)
-        reset[len(b) // 2 :: 100] = True
-        for how in ({}, {"reset": reset}):
-            found, exact = lltm_ext.scan(a, b, **how), scan_reference(a, b, **how)
-            torch.testing.assert_close(found, exact, equal_nan=True, rtol=1e-4, atol=1e-4)
+    cases = [*itertools.product((0.5, 1e-3, -2.0, 1.0), (math.inf, -math.inf, math.nan))]
+    all_b = Make(torch.float32, device)(*shape, len(cases))
+    all_a, all_b[5] = (torch.tensor(column, device=device) for column in zip(*cases, strict=True))
+    reset = torch.zeros(shape[0], dtype=torch.bool, device=device)
+    reset[shape[0] // 2 :: 100] = True
+    for how in ({}, {"reset": reset}):
+        exact = scan_reference(all_a, all_b, **how)  # one loop for all cases, because a loop takes long
+        for i, (a, _) in enumerate(cases):
+            found = lltm_ext.scan(a, all_b[..., i].contiguous(), **how)
+            torch.testing.assert_close(found, exact[..., i], equal_nan=True, rtol=1e-4, atol=1e-4)
 
 
 def test_a_zero_times_an_infinite_state_is_nan_as_in_the_loop(device):
@@ -262,6 +277,12 @@ def test_complex_gradients(reverse, device):
 
         assert torch.autograd.gradcheck(function, call.tensors, check_forward_ad=True)
         assert torch.autograd.gradgradcheck(function, call.tensors)
+        output = function(*call.tensors)
+        with_graph, without = (
+            torch.autograd.grad(output, call.tensors, output.cos(), retain_graph=True, create_graph=graph)
+            for graph in (True, False)
+        )
+        torch.testing.assert_close(with_graph, without)
 
 
 def parts(tensors):

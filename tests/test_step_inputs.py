@@ -5,7 +5,17 @@ import functools
 import pytest
 import torch
 from cell_examples import CELLS, TEXTS, Example, everything, without_gates, without_product
-from op_suite import BACKWARD, DOUBLE, FORWARD, Call, Make, assert_all_near, assert_same_bits, sum_of_squares
+from op_suite import (
+    BACKWARD,
+    DOUBLE,
+    FORWARD,
+    Call,
+    Make,
+    assert_all_near,
+    assert_same_bits,
+    pairwise,
+    sum_of_squares,
+)
 from sequence_suite import KINDS, assert_values_and_gradients
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
@@ -73,16 +83,20 @@ def test_values_and_gradients_equal_the_loop(name, dtype, device):
     Timed(TIMED[name], dtype, device=device).check()
 
 
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-@pytest.mark.parametrize("sizes", [None, [4, 3, 3, 1]], ids=["padded", "packed"])
-@pytest.mark.parametrize(
-    "reset, reset_to",
-    [(None, "zeros"), (torch.bool, "zeros"), (torch.bool, "initial"), (DOUBLE, "initial")],
-    ids=["no resets", "to zeros", "to initial states", "numbers"],
+@pairwise(
+    cell={cell.__name__: cell for cell in (without_product, everything)},
+    resets={
+        "no resets": (None, "zeros"),
+        "to zeros": (torch.bool, "zeros"),
+        "to initial states": (torch.bool, "initial"),
+        "numbers": (DOUBLE, "initial"),
+    },
+    bias={"no bias": False, "bias": True},
+    sizes={"padded": None, "packed": [4, 3, 3, 1]},
+    reverse={"forward": False, "reverse": True},
 )
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("cell", [without_product, everything], ids=lambda cell: cell.__name__)
-def test_options(cell, bias, reset, reset_to, sizes, reverse, device):
+def test_options(cell, resets, bias, sizes, reverse, device):
+    reset, reset_to = resets
     how = {"bias": bias, "reset": reset, "reset_to": reset_to, "sizes": sizes, "device": device}
     Timed(cell, **how).check(reverse=reverse)
 

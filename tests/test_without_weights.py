@@ -14,6 +14,7 @@ from op_suite import (
     assert_all_near,
     assert_same_bits,
     needs_cuda,
+    pairwise,
     sum_of_squares,
 )
 from sequence_suite import KINDS, assert_values_and_gradients
@@ -85,11 +86,13 @@ def test_a_cell_that_decides_reads_an_input_of_half_types_as_it_is():
     assert torch.cuda.max_memory_allocated() - before < 1.5 * x.nbytes
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("hidden", [8, 9], ids=str)  # on CUDA, 9 are padded
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-@pytest.mark.parametrize("reset", [None, "zeros", "initial"], ids=str)
-@some_cells
+@pairwise(
+    cell={cell.__name__: cell for cell in (cells.lstm, cells.gru, cells.indrnn)},
+    reset=[None, "zeros", "initial"],
+    bias={"no bias": False, "bias": True},
+    hidden=[8, 9],  # on CUDA, 9 are padded
+    reverse={"forward": False, "reverse": True},
+)
 def test_options_of_a_call(cell, bias, hidden, reverse, reset, device):
     call = projected_call(cell, Make(DOUBLE, device), 12, hidden=hidden, bias=bias)
     how = {"reverse": reverse}
