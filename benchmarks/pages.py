@@ -334,7 +334,7 @@ def libraries() -> str:
 def resets_of_torchrl() -> str:
     """Times of torchrl's modules, converted and with its backends."""
     backends = (f"`{name}`" for name in TORCHRLS)
-    text = header("module", "hidden", "mode", "converted", "the layer alone", *backends)
+    text = header("module", "hidden", "mode", "converted", "layer only", *backends)
     for row in load("rl"):
         keys = (f"{name} ms" for name in ("converted", "layer", *TORCHRLS))
         times = (f"{number(row[key])} ms" if key in row else "" for key in keys)

@@ -159,8 +159,8 @@ inline int64_t fused_tiles(const Problem& p, int rows) {
 // Tiles of many rows read the weights less often; tiles of few rows make more blocks. K is split in four if
 // every block then gets its own multiprocessor, in two if every tile does. A library's product and a
 // pointwise kernel are faster where a block gets much of K, since few other blocks then read the same rows.
-// Cells of more than three gates have no tile of 128 rows, so they may have twice as many of 64; above 1024
-// units a product and a pointwise kernel were faster than that.
+// Only cells of three gates have a tile of 128 rows, so others may have twice as many of 64. Above that many,
+// and above 1024 units, a product and a pointwise kernel were faster.
 inline FusedStepTile fused_forward_tile(const Problem& p, const DeviceInfo& device) {
   const bool has_many = fused_shape(p, 128).exists();
   const int64_t most_tiles = device.multiprocessors / (has_many || p.hidden > 1024 ? 2 : 1);
