@@ -284,8 +284,8 @@ def training_options(description: str, out: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     text = "a UTF-8 text file (default: the text of Python's manual)"
     parser.add_argument("--text", type=Path, metavar="FILE", help=text)
-    parser.add_argument("--steps", type=int, help="default: 1000 on a GPU, 200 on the CPU")
-    parser.add_argument("--hidden-size", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--hidden-size", type=int, default=192)
     parser.add_argument("--length", type=int, default=64, help="characters in a training sequence")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=1e-2)
@@ -298,8 +298,6 @@ def training_options(description: str, out: str) -> argparse.ArgumentParser:
 def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
     args.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if args.steps is None:
-        args.steps = 1000 if args.device.type == "cuda" else 200
     for name in ("steps", "hidden_size", "length", "batch_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
@@ -310,6 +308,7 @@ def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def arguments() -> argparse.Namespace:
     parser = training_options(__doc__.split("\n")[0], "build/char_lm")
+    parser.set_defaults(steps=400)
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sample: lower is less random")
     parser.add_argument("--prompt", default="The ", help="start of the sample")
     return checked(parser)
