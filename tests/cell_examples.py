@@ -183,6 +183,14 @@ def signs(x, s):
     return torch.sign(c), (c,)
 
 
+@lltm_ext.recurrence(gates=1, separate=True, states=("c",), parameters=("rate",), inputs=("gain",))
+def leaky_rnn(x, r, h, s, p, u):
+    """Everything that a cell may read, with the weights of one gate."""
+    keep = torch.sigmoid(p.rate)
+    c = keep * s.c + (1 - keep) * torch.tanh(x[0] + torch.sin(r[0]))
+    return u.gain * c + 0.3 * h, (c,)
+
+
 MIXING = {cell.__name__: cell for cell in (resonator, four_mixing)}
 WITHOUT_PRODUCT = {
     cell.__name__: cell for cell in (without_product, qrnn, masked_unit, adaptive_unit, without_gates)

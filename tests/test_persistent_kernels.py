@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cell_examples import CELLS as EXAMPLES
-from cell_examples import MIXING, SURROGATES, WITH_WEIGHTS, growing, many_levels, signs
+from cell_examples import MIXING, SURROGATES, WITH_WEIGHTS, growing, leaky_rnn, many_levels, signs
 
 from lltm_ext._program import diagonal_blocks
 
@@ -36,7 +36,7 @@ FROM_PYTHON = {
     if name not in {*SURROGATES, *AS_MINGRU, *AS_SRU, *AS_OTHERS, *AS_MANY_LEVELS}
 }
 FROM_PYTHON |= MIXING | WITH_WEIGHTS
-FROM_PYTHON |= {"growing": growing, "many_levels": many_levels, "signs": signs}
+FROM_PYTHON |= {cell.__name__: cell for cell in (growing, leaky_rnn, many_levels, signs)}
 # The package's own cells are written by hand.
 WRITTEN = {"LltmCell": "lltm/lltm_cell.h", "LstmCell": "lstm/lstm_cell.h"}
 TO_INITIAL = {

@@ -578,3 +578,39 @@ def test_all_heads_have_blocks_at_the_same_time(plan):
 def test_heads_have_no_kernels_of_single_steps(size, plan):
     found = plan(*({"hidden": 2048, "batch": batch, "size": size, "heads": 4} for batch in (8, 256)))
     assert all(x.fused_step == (0, 0) and x.small_batch == (0, 0, 0) for x in found)
+
+
+MANY_ROWS = {"hidden": 256, "batch": 1024, "gates": 1, "states": 0}
+
+
+@directions
+def test_a_block_has_all_units_of_one_gate_where_clusters_would_take_several_waves(plan, backward):
+    sizes = [(256, 128, 1), (200, 300, 3), (136, 300, 3), (256, 1024, 8), (256, 8448, 8)]
+    for hidden, batch, rows in sizes:
+        (found,) = plan({**MANY_ROWS, "hidden": hidden, "batch": batch, "backward": backward})
+        assert (found.algorithm, found.members, found.rows) == ("cluster", 1, rows), (hidden, batch)
+    of_few_rows = [{"batch": 1}, {"batch": 64}, {"batch": 120}, {"hidden": 136, "batch": 184}]
+    for found in plan(*({**MANY_ROWS, **more, "backward": backward} for more in of_few_rows)):
+        assert (found.algorithm, found.members > 1) == ("cluster", True)
+
+
+@directions
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"gates": 2},
+        {"gates": 4},
+        {"products": 1},
+        {"over_units": True},
+        {"states": 3},
+        {"hidden": 264},
+        {"size": 4, "tf32": True},
+        {"dense": False},
+        {"chip": B200},
+        {"batch": 20_000},
+    ],
+    ids=str,
+)
+def test_no_other_block_has_so_many_units(plan, more, backward):
+    (found,) = plan({**MANY_ROWS, **more, "backward": backward})
+    assert found.members != 1

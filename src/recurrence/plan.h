@@ -66,7 +66,7 @@ inline bool fits(const PersistentVariant& v, const Problem& p, const DeviceInfo&
   if (v.tf32 && !p.tf32) return false;
   if (p.hidden > shape.most_hidden()) return false;
   if (!v.row_per_block && p.hidden % 8 != 0) return false;
-  if (v.row_per_block && shape.resident_blocks() == 0) return false;
+  if (!shape.exists()) return false;
   if (!p.dense && !v.any_rows) return false;
   const bool cluster = v.algorithm == Algorithm::kCluster;
   grid.group_blocks = static_cast<int>(ceil_div(p.hidden, units));
@@ -126,6 +126,11 @@ inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceI
     return p.hidden <= 32 || p.hidden > 64 || rows_each <= 4;
   }
   if (v.algorithm == Algorithm::kCluster) {
+    // Of few rows, one wave of clusters, with 32 units a block, takes less time.
+    if (v.unit_tiles > kBlockWarps) {
+      const int64_t blocks = ceil_div(p.hidden, 32), groups = ceil_div(p.batch, kRowTile);
+      if (side_by_side * groups * blocks <= device.cluster_multiprocessors[blocks]) return false;
+    }
     // Backward, a block of many units takes longer than a cluster's exchange, but has room for more rows.
     if (grid.group_blocks == 1 && p.backward && p.hidden > 64 && p.batch <= 32) return false;
     // In TF32, clusters of larger blocks take over after one wave of clusters of smaller ones.

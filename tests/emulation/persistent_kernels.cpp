@@ -1052,6 +1052,13 @@ void check_persistent() {
   check<Cell, __half, 3, NoReset>({4, 6, 24, 8, false, {}});
   check<Cell, __half, 3, NoReset>({4, 6, 24, 8, false, {}, /*save=*/true, /*from_zeros=*/true});
   check<Cell, __nv_bfloat16, 4, float>({4, 11, 72, 8, true, {}});
+  if constexpr (Cell::kGates == 1) {
+    check<Cell, __half, 5, NoReset>({4, 11, 256, 8, false, {}});
+    check<Cell, __half, 5, NoReset>({3, 3, 200, 8, true, {}, /*save=*/true, /*from_zeros=*/true});
+    check<Cell, __half, 5, bool>({3, 5, 200, 8, false, {}, /*save=*/false});
+    check<Cell, __nv_bfloat16, 5, float>({5, 9, 136, 8, true, {}});
+    check<Cell, __nv_bfloat16, 5, NoReset, 2>({3, 4, 272, 8, false, {}});
+  }
   // float32, one row tile
   check<Cell, float, 16, NoReset>({11, 5, 24, 8, false, {}});
   check<Cell, float, 16, NoReset>({3, 5, 24, 8, false, {}, /*save=*/false});
@@ -1074,14 +1081,14 @@ void check_persistent() {
   check<Cell, float, 9, bool>({4, 6, 72, 8, false, {}});
   check<Cell, float, 13, NoReset>({4, 12, 72, 16, false, {12, 9, 3, 1}});
   // Half types
-  check<Cell, __half, 5, NoReset>({4, 6, 72, 8, false, {}});
-  check<Cell, __nv_bfloat16, 6, NoReset>({4, 6, 136, 8, true, {}});
-  check<Cell, __half, 9, float>({4, 6, 72, 8, false, {}});
-  check<Cell, __half, 11, bool>({4, 12, 72, 16, false, {12, 9, 3, 1}});
+  check<Cell, __half, 6, NoReset>({4, 6, 72, 8, false, {}});
+  check<Cell, __nv_bfloat16, 7, NoReset>({4, 6, 136, 8, true, {}});
+  check<Cell, __half, 10, float>({4, 6, 72, 8, false, {}});
+  check<Cell, __half, 12, bool>({4, 12, 72, 16, false, {12, 9, 3, 1}});
   // heads, of a few cells
   if constexpr (Cell::kStates == 3 || kResetsToInitial<Cell>) {
     check<Cell, __half, 3, bool, 3>({4, 6, 72, 8, false, {}});
-    check<Cell, __nv_bfloat16, 5, NoReset, 2>({4, 11, 144, 8, true, {}});
+    check<Cell, __nv_bfloat16, 6, NoReset, 2>({4, 11, 144, 8, true, {}});
     check<Cell, float, 16, float, 2>({5, 5, 48, 8, true, {}});
     check<Cell, float, 20, bool, 2>({5, 12, 80, 16, false, of_12_rows});
   }
@@ -1094,15 +1101,15 @@ void check_rows() {
   check<Cell, __half, 3, NoReset>({4, 6, 24, 8, false, {}});
   check<Cell, __half, 4, bool>({4, 11, 104, 8, true, {}});
   check<Cell, __half, 4, bool>({3, 3, 128, 8, false, {}, /*save=*/true, /*from_zeros=*/true});
-  check<Cell, __nv_bfloat16, 5, float>({5, 11, 136, 8, true, {}});
-  check<Cell, __half, 10, NoReset>({4, 5, 136, 8, false, {}});
-  check<Cell, __half, 10, NoReset>({3, 2, 200, 2, true, {}, /*save=*/false});
+  check<Cell, __nv_bfloat16, 6, float>({5, 11, 136, 8, true, {}});
+  check<Cell, __half, 11, NoReset>({4, 5, 136, 8, false, {}});
+  check<Cell, __half, 11, NoReset>({3, 2, 200, 2, true, {}, /*save=*/false});
   check<Cell, float, 7, float>({5, 11, 104, 8, true, {}});
   check<Cell, float, 22, bool>({5, 5, 40, 8, false, {}});
   check<Cell, float, 22, bool>({4, 10, 24, 8, true, {}, /*save=*/true, /*from_zeros=*/true});
   // through L2
-  check<Cell, __half, 6, NoReset>({4, 11, 104, 8, false, {}});
-  check<Cell, __nv_bfloat16, 9, bool>({5, 3, 136, 8, true, {}});
+  check<Cell, __half, 7, NoReset>({4, 11, 104, 8, false, {}});
+  check<Cell, __nv_bfloat16, 10, bool>({5, 3, 136, 8, true, {}});
   check<Cell, float, 16, NoReset>({5, 11, 104, 8, true, {}});
   check<Cell, float, 18, float>({4, 5, 520, 8, false, {}});
 }

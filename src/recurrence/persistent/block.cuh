@@ -1,8 +1,8 @@
 // What the persistent kernels forward and backward share: the tile of a block, its threads, its memory.
 //
-// A block has eight warps and 16 * unit_tiles hidden units. A warp multiplies the weights of 16 units by one
-// slice of K, for a tile of 8 rows of the batch. The partial sums of the slices meet in shared memory, where
-// a thread takes over for a pair: two adjacent units of one row.
+// A block has eight warps and 16 * unit_tiles hidden units. A warp multiplies the weights of 16 units, or of
+// several times as many, by one slice of K, for a tile of 8 rows of the batch. The partial sums of the slices
+// meet in shared memory, where a thread takes over for a pair: two adjacent units of one row.
 #pragma once
 
 #include "common/fast_math.cuh"
@@ -20,7 +20,6 @@ namespace lltm_ext {
 // A block's tile of the recurrent product.
 template <typename T, int kUnitTiles, int kChunks>
 struct BlockTile {
-  static constexpr int kKSlices = kBlockWarps / kUnitTiles;
   static constexpr int kUnits = 16 * kUnitTiles;
   static constexpr int kVectorElements = 16 / sizeof(T);
   static constexpr int kChunkElements = kChunkBytes / sizeof(T);
@@ -50,6 +49,7 @@ struct PersistentConfig {
   static constexpr int kGates = Cell::kGates;
   static constexpr int kSavedInGates = kShape.cell.saved_in_gates(), kExtra = kShape.cell.extra();
   static constexpr int kInputs = kShape.inputs(), kOutputs = kShape.outputs();
+  static constexpr int kWarpTiles = kShape.warp_tiles(), kWarpOutputs = kOutputs * kWarpTiles;
   static constexpr ExchangeThrough kThrough = kShape.through();
   static constexpr int kArchitecture = kThrough == ExchangeThrough::kCluster ? 900 : 800;  // at least
 
@@ -60,14 +60,15 @@ struct PersistentConfig {
                                    kShape.sharing_warps(), kHeads>;
   using Exchange = ExchangeOf<kInputs>;
   using Product = typename Conditional<kVariant.tf32, Tf32Product, typename ProductOf<T>::type>::type;
-  using Weights = WarpWeights<kShape.weights(), kChunks, kShape.weights_in_registers()>;
+  using Weights =
+      WarpWeights<kShape.weights() * kWarpTiles, kChunks, kShape.weights_in_registers() * kWarpTiles>;
   static constexpr bool kHasWholeHeads = kShape.has_whole_heads();
   static constexpr int kInputsPerProduct = kShape.inputs_per_product();
-  using WarpProduct = lltm_ext::WarpProduct<Product, kOutputs, kInputsPerProduct, kChunks>;
+  using WarpProduct = lltm_ext::WarpProduct<Product, kWarpOutputs, kInputsPerProduct, kChunks>;
 
   // Whether the kernel is compiled for an architecture. If not, it is never launched.
   static constexpr bool is_compiled(int architecture) {
-    if (kVariant.row_per_block && kShape.resident_blocks() == 0) return false;
+    if (!kShape.exists()) return false;
     return kVariant.on_hopper_only ? kForHopper : architecture >= kArchitecture;
   }
 };
@@ -77,16 +78,17 @@ template <class Config>
 struct ThreadMap {
   using Tile = typename Config::Tile;
   int lane, g, t;          // the lane in the warp, and its coordinates in a product (product.cuh)
-  int k_slice, unit_tile;  // the warp's part of the product
+  int k_slice, unit_tile;  // the warp's part of the product; its first tile
   int first_unit;          // the block's first unit
   int first_row, end_row;  // the group's rows of the batch
   int tiles;               // row tiles in the group
   int element, vectors;    // the lane's first element of K, and its vectors below the hidden size
 
   __device__ ThreadMap(const GroupGrid& grid, int batch, int hidden, int first_group) {
+    constexpr int kKSlices = Config::kShape.k_slices();
     const int warp = threadIdx.x / 32;
     lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    k_slice = warp % Tile::kKSlices, unit_tile = warp / Tile::kKSlices;
+    k_slice = warp % kKSlices, unit_tile = warp / kKSlices * Config::kWarpTiles;
     first_unit = static_cast<int>(blockIdx.x) % grid.group_blocks * Tile::kUnits;
     first_row = (first_group + static_cast<int>(blockIdx.x) / grid.group_blocks) * grid.rows;
     end_row = min(first_row + grid.rows, batch);
@@ -122,12 +124,12 @@ template <class Config, class Row>
 __device__ __forceinline__ void load_weights(typename Config::Weights& weights, const ThreadMap<Config>& map,
                                              int hidden, size_t to_lower, Row&& row) {
   using Product = typename Config::Product;
-  const int unit = map.first_unit + map.unit_tile * 16 + map.g;
 #pragma unroll
-  for (int i = 0; i < Config::kShape.weights(); ++i) {
+  for (int i = 0; i < Config::kShape.weights() * Config::kWarpTiles; ++i) {
+    const int unit = map.first_unit + (map.unit_tile + i % Config::kWarpTiles) * 16 + map.g;
 #pragma unroll
     for (int c = 0; c < Config::kChunks; ++c) {
-      const auto* upper = row(i, unit) + map.element + c * Config::Tile::kChunkElements;
+      const auto* upper = row(i / Config::kWarpTiles, unit) + map.element + c * Config::Tile::kChunkElements;
       WeightChunk w = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
       if (c < map.vectors && unit < hidden) w.upper = __ldg(reinterpret_cast<const uint4*>(upper));
       if (c < map.vectors && unit + 8 < hidden)
@@ -144,17 +146,19 @@ struct PartialSums {
   static constexpr int kOutputs = Config::kOutputs, kSlices = Config::kShape.k_slices(),
                        kStride = Config::kShape.sum_stride(), kSize = Config::kShape.partial_sums();
 
+  // A warp's tiles of an output follow each other.
   template <int kCount>
   __device__ static __forceinline__ void write(float* tile, const float (&sums)[kCount][4],
                                                const ThreadMap<Config>& map) {
 #pragma unroll
-    for (int out = 0; out < kCount; ++out) {
-      float* at =
-          tile + ((map.k_slice * kCount + out) * kRowTile + 2 * map.t) * kStride + 16 * map.unit_tile + map.g;
-      at[0] = sums[out][0];
-      at[kStride] = sums[out][1];
-      at[8] = sums[out][2];
-      at[kStride + 8] = sums[out][3];
+    for (int i = 0; i < kCount; ++i) {
+      constexpr int kTiles = Config::kWarpTiles;
+      const int out = map.k_slice * (kCount / kTiles) + i / kTiles, unit_tile = map.unit_tile + i % kTiles;
+      float* at = tile + (out * kRowTile + 2 * map.t) * kStride + 16 * unit_tile + map.g;
+      at[0] = sums[i][0];
+      at[kStride] = sums[i][1];
+      at[8] = sums[i][2];
+      at[kStride + 8] = sums[i][3];
     }
   }
 

@@ -60,8 +60,17 @@ struct PersistentShape {
     const int wanted = 512 / threads(), fit = resident_blocks();
     return fit < 1 ? 1 : fit < wanted ? fit : wanted;
   }
+  // Whether threads have registers for the weights. A warp of several tiles has them for one weight.
+  constexpr bool exists() const {
+    if (variant.row_per_block) return resident_blocks() > 0;
+    return warp_tiles() == 1 || (weights() == 1 && !cell.mixes_units());
+  }
   constexpr int row_tile() const { return variant.row_per_block ? 1 : kRowTile; }
-  constexpr int k_slices() const { return kBlockWarps / variant.unit_tiles; }
+  // Tiles of units that a warp has, one after the other.
+  constexpr int warp_tiles() const {
+    return variant.unit_tiles > kBlockWarps ? variant.unit_tiles / kBlockWarps : 1;
+  }
+  constexpr int k_slices() const { return warp_tiles() * kBlockWarps / variant.unit_tiles; }
   constexpr int most_hidden() const {
     return variant.row_per_block ? units() : k_slices() * variant.chunks * (kChunkBytes / element_size);
   }

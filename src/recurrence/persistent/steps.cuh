@@ -165,7 +165,7 @@ class PersistentSteps {
     }
   }
 
-  __device__ __forceinline__ void multiply(float (&products)[Config::kOutputs][4],
+  __device__ __forceinline__ void multiply(float (&products)[Config::kWarpOutputs][4],
                                            const RowSource<T>& source) {
     constexpr int kPerLoad = Config::kShape.inputs_per_load(), kPerProduct = Config::kInputsPerProduct;
     // Large kernels have no registers left for a second form of the product.
@@ -194,7 +194,7 @@ class PersistentSteps {
   __device__ __forceinline__ const float* multiply_tile(int buffer, const RowSource<T>& source) {
     exchange_.start(source);
     float* const sums = sums_ + buffer * Sums::kSize;
-    float products[Config::kOutputs][4] = {};
+    float products[Config::kWarpOutputs][4] = {};
     multiply(products, source);
     Sums::write(sums, products, map_);
     __syncthreads();
@@ -528,7 +528,7 @@ class PersistentSteps {
       const StepRows next = self.rows_of(n + 1);
       for (int tile = 0; tile < map_.tiles; ++tile, buffer ^= 1) {
         float* const sums = sums_ + buffer * Sums::kSize;
-        float products[Config::kOutputs][4] = {};
+        float products[Config::kWarpOutputs][4] = {};
         multiply(products, source);
         // The loads of the next tile are in flight while the cell runs on this one.
         const bool last = tile + 1 == map_.tiles;

@@ -26,6 +26,7 @@ constexpr PersistentVariant kHalfVariants[] = {
     {Algorithm::kCluster, false, 6, 0, true, false, true},
     {Algorithm::kCluster, false, 4, 1, true},
     {Algorithm::kCluster, false, 8, 4, true},
+    {Algorithm::kCluster, false, 16, 8, true},
     {Algorithm::kCluster, false, 2, 2},
     {Algorithm::kGrid, false, 2, 4, true},
     {Algorithm::kGrid, false, 1, 4, true},
