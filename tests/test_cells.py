@@ -9,12 +9,15 @@ import pytest
 import torch
 from cell_examples import call_of
 from op_suite import (
+    BACKWARD,
     DOUBLE,
     FORWARD,
     Call,
     Make,
     ModuleSuite,
     assert_all_near,
+    cotangents,
+    needs_cuda,
 )
 from sequence_suite import INPUT, assert_values_and_gradients
 
@@ -258,3 +261,33 @@ class TestModules(ModuleSuite):
             lambda make: Call(make(3, 4, INPUT)),
         ),
     }
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("batch,hidden", [(300, 256), (1024, 200), (1060, 136)])
+def test_rnn_of_many_rows_is_torchs_in_float64(batch, hidden, bidirectional, dtype):
+    """In half types a block then has all units."""
+    torch.manual_seed(0)
+    options = {"bidirectional": bidirectional, "device": "cuda"}
+    ours = lltm_ext.RNN(INPUT, hidden, dtype=dtype, **options)
+    exact = torch.nn.RNN(INPUT, hidden, dtype=DOUBLE, **options)
+    exact.load_state_dict(ours.state_dict())
+    make = Make(dtype, "cuda")
+    x, h0 = make(9, batch, INPUT), make(1 + bidirectional, batch, hidden, scale=0.5)
+    grad_outputs = cotangents((make(9, batch, hidden * (1 + bidirectional)), h0))
+
+    def forward_and_gradients_of(layer, x, h0):
+        x, h0 = x.requires_grad_(), h0.requires_grad_()
+        outputs = layer(x, h0)
+        grads = [g.to(y.dtype) for g, y in zip(grad_outputs, outputs, strict=True)]
+        return outputs, torch.autograd.grad(outputs, [x, h0, *layer.parameters()], grads)
+
+    with torch.no_grad():
+        alone = ours(x, h0)
+    found, gradients = forward_and_gradients_of(ours, x, h0)
+    expected, exact_gradients = forward_and_gradients_of(exact, x.detach().double(), h0.detach().double())
+    assert_all_near(alone, expected, FORWARD[dtype])
+    assert_all_near(found, expected, FORWARD[dtype])
+    assert_all_near(gradients, exact_gradients, BACKWARD[dtype])
