@@ -19,7 +19,8 @@ class PersistentBackward
   using Base = PersistentSteps<PersistentBackward, Config, kBackwardPlanes<Config>>;
   friend Base;
   using Base::hidden_, Base::width, Base::map_, Base::row, Base::unit, Base::live_states, Base::has_pair,
-      Base::kSavedInGates, Base::kExtra, Base::kGates, Base::kPairs, Base::kStates, Base::kStepInputs;
+      Base::kSavedInGates, Base::kExtra, Base::kGates, Base::kKept, Base::kPairs, Base::kStates,
+      Base::kStepInputs;
   using typename Base::Cell, typename Base::Exchange, typename Base::Reset, typename Base::T;
 
  public:
@@ -77,6 +78,14 @@ class PersistentBackward
       reset += rows;
     }
   };
+  struct Addresses {
+    InputAddresses inputs;
+    T* grad_gates;
+    __device__ __forceinline__ void move(int64_t rows, int width) {
+      inputs.move(rows, width);
+      grad_gates += rows * width * kGates;
+    }
+  };
   __device__ __forceinline__ InputAddresses inputs_at(int64_t row, int j) const {
     return {args_.gates + row * kGates * width() + j, args_.extra + row * kExtra * width() + j,
             args_.step_inputs + row * Cell::kStepInputs * width() + j,
@@ -105,8 +114,6 @@ class PersistentBackward
   struct OneTilePair {
     bool exists;
     int64_t at;  // offset in [B, H]
-    T* grad_gates;
-    InputAddresses inputs;
     States grad_states;
     float2 grad_h;  // the gradient of h not through weights; at first, that after the last step
     Reset reset;    // that of the step computed last
@@ -125,14 +132,13 @@ class PersistentBackward
       const int b = row(i, 0), j = unit(i);
       p.exists = has_pair(i, b);
       p.at = static_cast<int64_t>(b) * width() + j;
-      p.inputs = inputs_at(first + b, j);
-      p.grad_gates = grad_gates(first + b) + j;
+      if (i < kKept) kept_[i] = {inputs_at(first + b, j), grad_gates(first + b) + j};
       p.grad_h = make_float2(0, 0);
       p.reset = 0;
 #pragma unroll
       for (int s = 0; s < kStates; ++s) p.grad_states[s] = make_float2(0, 0);
       if (!p.exists) continue;
-      load(inputs_[i], p.inputs);
+      load(inputs_[i], Base::addresses_of(i, kept_).inputs);
       if (args_.from_zeros) continue;
       load_grad_states(p.grad_states, p.at);
       p.grad_h = read_pair(args_.grad_h + p.at).widen();
@@ -151,7 +157,7 @@ class PersistentBackward
   __device__ __forceinline__ void step_pair(int i, const float* sums) {
     OneTilePair& p = pairs_[i];
     run_cell(i, gradient_of_h(i, sums), p.grad_states, p.grads);
-    exchange_gates(p.grad_gates, p.grads, p.exists, i);
+    exchange_gates(Base::addresses_of(i, kept_).grad_gates, p.grads, p.exists, i);
   }
   // All pairs at once.
   __device__ __forceinline__ void step_pairs(const float* sums) {
@@ -191,7 +197,7 @@ class PersistentBackward
       for (int s = 0; s < kStates; ++s) {
         p.grad_states[s] = make_float2(grad_states[s].of[2 * i], grad_states[s].of[2 * i + 1]);
       }
-      exchange_gates(p.grad_gates, p.grads, p.exists, i);
+      exchange_gates(Base::addresses_of(i, kept_).grad_gates, p.grads, p.exists, i);
     }
   }
   template <typename A, int kOfSaved, int kOfStates>
@@ -217,20 +223,20 @@ class PersistentBackward
     return add(through_weights, p.grad_h);
   }
 
-  // Moves on to the next step, if any are left.
+  // Stores the step's values and loads those of the next step, if any are left.
   __device__ __forceinline__ void prepare_pair(int i, int left) {
     OneTilePair& p = pairs_[i];
     const bool masks = !kResetsToInitial<Cell> || p.exists;
     if (Config::kHasResets && masks) mask_gradients(p.reset, p.at, p.grad_states, p.grads);
     p.grad_h = make_float2(p.grads[0].h, p.grads[1].h);
     add_sums(i, p.grads);
-    if (p.exists) store_projections(p.grad_gates - args_.grad_gates, p.grads);
+    auto&& at = Base::addresses_of(i, kept_);
+    if (p.exists) store_projections(at.grad_gates - args_.grad_gates, p.grads);
     if constexpr (Base::kCalls > 0) {
       if (p.exists) store_fed(Base::step_row_ - args_.first_row + row(i, 0), unit(i), p.grads);
     }
-    p.grad_gates += to_next_ * kGates * width();
-    p.inputs.move(to_next_, width());
-    if (p.exists && left > 0) load(inputs_[i], p.inputs);
+    at.move(to_next_, width());
+    if (p.exists && left > 0) load(inputs_[i], at.inputs);
   }
 
   // Stores what the products with the cell's own weights took, for their gradients.
@@ -446,11 +452,12 @@ class PersistentBackward
   __device__ __forceinline__ void add_sums(int i, const Gradients& grads) {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      sums_of_rows_[i][gate] = add(sums_of_rows_[i][gate], make_float2(grads[0].x[gate], grads[1].x[gate]));
+      float2& sum = sums_of_rows_[i % kKept][gate];
+      sum = add(sum, make_float2(grads[0].x[gate], grads[1].x[gate]));
     }
 #pragma unroll
     for (int p = 0; p < Cell::kParameters; ++p) {
-      float2& sum = sums_of_rows_[i][kGates + p];
+      float2& sum = sums_of_rows_[i % kKept][kGates + p];
       sum = add(sum, make_float2(grads[0].parameters[p], grads[1].parameters[p]));
     }
   }
@@ -458,7 +465,7 @@ class PersistentBackward
   __device__ void store_sums() const {
     if (!args_.grad_sums) return;
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
+    for (int i = 0; i < kKept; ++i) {
       const int b = row(i, 0);
       if (!has_pair(i, b)) continue;
       float* const sums = args_.grad_sums + static_cast<int64_t>(b) * kSums * width() + unit(i);
@@ -476,8 +483,9 @@ class PersistentBackward
   int64_t to_next_;     // rows from a step to the next one computed
   const T* gradients_;  // the lane's row of the exchanged gradients
   OneTilePair pairs_[kPairs];
+  Addresses kept_[kKept];
   Inputs inputs_[kPairs];  // what the next tile reads
-  float2 sums_of_rows_[kPairs][kSums] = {};
+  float2 sums_of_rows_[kKept][kSums] = {};
 };
 
 template <class Config>

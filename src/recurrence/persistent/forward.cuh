@@ -18,7 +18,8 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   using Base = PersistentSteps<PersistentForward, Config, kForwardPlanes<Config>>;
   friend Base;
   using Base::hidden_, Base::width, Base::map_, Base::row, Base::unit, Base::live_states, Base::has_pair,
-      Base::kExtra, Base::kGates, Base::kPairs, Base::kSavedInGates, Base::kStates, Base::kStepInputs;
+      Base::kExtra, Base::kGates, Base::kKept, Base::kPairs, Base::kSavedInGates, Base::kStates,
+      Base::kStepInputs;
   using typename Base::Cell, typename Base::Exchange, typename Base::Projection, typename Base::Reset,
       typename Base::T;
 
@@ -97,7 +98,6 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   struct OneTilePair {
     bool exists;
     int64_t at;  // offset in [B, H]
-    Addresses to;
     States states, states0;
     float2 h, h0;
     Saved saved;
@@ -124,17 +124,15 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
       const int b = row(i, 0), j = unit(i);
       p.exists = has_pair(i, b);
       p.at = static_cast<int64_t>(b) * width() + j;
-      p.to = addresses(first + b, j);
+      if (i < kKept) kept_[i] = addresses(first + b, j);
       load_states(p.states, p.at, p.exists);
       if (Cell::kReadsH || kToInitial) p.h0 = p.h = p.exists ? first_h(p.at) : make_float2(0, 0);
 #pragma unroll
       for (int s = 0; s < kStates && kToInitial; ++s) p.states0[s] = p.states[s];
       if (!p.exists || steps() == 0) continue;
-      if constexpr (kResetsAhead) {
-        reset_pair(p, *p.to.reset);
-        if (steps() > 1) p.to.reset += to_next_;
-      }
-      load(inputs_[i], p.to);
+      const Addresses& from = Base::addresses_of(i, kept_);
+      if constexpr (kResetsAhead) reset_pair(p, *from.reset);
+      load(i, from, steps());
       if (kToInitial && steps() == 1) inputs_[i].reset = 0;
     }
     vectors_ = lane_row < map_.end_row ? map_.vectors : 0;
@@ -201,21 +199,24 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   __device__ __forceinline__ void pass_on(int i) {
     const OneTilePair& p = pairs_[i];
     const float2 sent = kResetsAhead ? h_after_reset(p, inputs_[i].reset) : p.h;
-    Base::exchange(p.to.output, kToInitial ? sent : p.h, sent, p.exists, i, 0);
+    Base::exchange(Base::addresses_of(i, kept_).output, kToInitial ? sent : p.h, sent, p.exists, i, 0);
   }
 
-  // Saves the step's values and moves on to the next step, if any are left.
+  // Saves the step's values and loads those of the next step, if any are left.
   __device__ __forceinline__ void prepare_pair(int i, int left) {
     OneTilePair& p = pairs_[i];
-    if (p.exists) store_output_apart(p.to, unit(i), p.h, p.states);
-    if (saves_ && p.exists) save(p.to, p.saved);
-    p.to.move(to_next_, width());
-    if constexpr (kResetsAhead) {
-      if (left > 0) reset_pair(p, inputs_[i].reset);
-      if (left == 1) p.to.reset -= to_next_;  // no step follows the next one
-    }
-    if (p.exists && left > 0) load(inputs_[i], p.to);
+    auto&& to = Base::addresses_of(i, kept_);
+    if (p.exists) store_output_apart(to, unit(i), p.h, p.states);
+    if (saves_ && p.exists) save(to, p.saved);
+    to.move(to_next_, width());
+    if (kResetsAhead && left > 0) reset_pair(p, inputs_[i].reset);
+    if (p.exists && left > 0) load(i, to, left);
     if (kToInitial && left == 1) inputs_[i].reset = 0;  // the last step hands on what it has computed
+  }
+  // Loads the inputs of the first of the steps that are left.
+  __device__ __forceinline__ void load(int i, Addresses from, int left) {
+    if (kResetsAhead && left > 1) from.reset += to_next_;
+    load(inputs_[i], from);
   }
   __device__ __forceinline__ static float2 h_after_reset(const OneTilePair& p, Reset reset) {
     return kToInitial ? Base::after_reset(reset, p.h, p.h0) : Base::masked(reset, p.h);
@@ -408,6 +409,7 @@ class PersistentForward : public PersistentSteps<PersistentForward<Config>, Conf
   const T* states_;  // the lane's row of the exchanged states, and its vectors there
   int vectors_;
   OneTilePair pairs_[kPairs];
+  Addresses kept_[kKept];
   Inputs inputs_[kPairs];  // what the next tile reads
 };
 

@@ -43,6 +43,9 @@ class PersistentSteps {
   static constexpr int kStates = Cell::kStates, kLiveStates = Config::kShape.cell.live_states();
   static constexpr int kStepInputs = at_least_one(Cell::kStepInputs);
   static constexpr int kPairs = Config::Tile::kPairsPerThread, kUnits = Config::Tile::kUnits;
+  // A thread has pairs of the same unit, in rows kRowsApart apart. In a block of many units it has registers
+  // for the addresses and sums of the first one only.
+  static constexpr int kKept = Config::kWarpTiles > 1 ? 1 : kPairs, kRowsApart = 2 * kBlockThreads / kUnits;
   // Of a cell whose units read values over all units of their row, or products of other values than h.
   static constexpr bool kOverUnits = kIsOverUnits<Cell>;
   static constexpr int kCalls = own_calls<Cell, Config::kBackward>();
@@ -98,6 +101,23 @@ class PersistentSteps {
   // Where a state of a pair is in [S, B, H].
   __device__ __forceinline__ int64_t state_at(int state, int64_t at, int batch) const {
     return static_cast<int64_t>(state) * batch * width() + at;
+  }
+
+  // The i-th pair's addresses: the kept ones or, if only the first pair's are kept, a copy. Then move_kept()
+  // moves these from step to step.
+  template <class Addresses>
+  __device__ __forceinline__ decltype(auto) addresses_of(int i, Addresses (&kept)[kKept]) const {
+    if constexpr (kKept == kPairs) {
+      return (kept[i]);
+    } else {
+      Addresses at = kept[0];
+      at.move(i * kRowsApart, width());
+      return at;
+    }
+  }
+  template <class Addresses>
+  __device__ __forceinline__ void move_kept(Addresses (&kept)[kKept], int64_t rows) const {
+    if constexpr (kKept < kPairs) kept[0].move(rows, width());
   }
 
   // The parameters of a thread's pairs don't change.
@@ -507,6 +527,7 @@ class PersistentSteps {
       for (int i = 0; i < kPairs; ++i) {
         if (map_.warp_has_pair(i)) self.prepare_pair(i, steps - 1 - n);
       }
+      move_kept(self.kept_, self.to_next_);
       if (n + kStepsAhead < steps) prefetcher_.fetch_next(self.to_next_, map_.end_row);
       exchange_.advance();
       // Polling before the data can be there slows the traffic that brings it.
