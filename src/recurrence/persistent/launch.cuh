@@ -25,22 +25,34 @@ template <class Cell, typename T>
 constexpr bool kHasLargeForward = false;
 #endif
 
-// The kernels of T's variants, in the order of their table.
-template <class Cell, typename T, size_t... kVariants>
-constexpr auto forward_kernels(std::index_sequence<kVariants...>) {
-  return std::array{recurrence_persistent_forward_kernel<PersistentConfig<Cell, T, kVariants, false>>...};
+template <typename T, bool kBackward>
+using PersistentKernel = void (*)(
+    PerDirection<std::conditional_t<kBackward, SequenceBackwardArguments<T>, SequenceForwardArguments<T>>>,
+    GroupGrid);
+
+// Null if the cell has no kernel of the variant.
+template <class Config>
+constexpr PersistentKernel<typename Config::T, Config::kBackward> persistent_kernel() {
+  if constexpr (!Config::kShape.exists()) {
+    return nullptr;
+  } else if constexpr (Config::kBackward) {
+    return recurrence_persistent_backward_kernel<Config>;
+  } else {
+    return recurrence_persistent_forward_kernel<Config>;
+  }
 }
-template <class Cell, typename T, size_t... kVariants>
-constexpr auto backward_kernels(std::index_sequence<kVariants...>) {
-  return std::array{recurrence_persistent_backward_kernel<PersistentConfig<Cell, T, kVariants, true>>...};
+// The kernels of T's variants, in the order of their table.
+template <class Cell, typename T, bool kBackward, size_t... kVariants>
+constexpr auto persistent_kernels(std::index_sequence<kVariants...>) {
+  return std::array{persistent_kernel<PersistentConfig<Cell, T, kVariants, kBackward>>()...};
 }
 template <typename T>
 using VariantIndices =
     std::make_index_sequence<sizeof(T) == 2 ? std::size(kHalfVariants) : std::size(kFloatVariants)>;
 template <class Cell, typename T>
-constexpr auto kForwardKernels = forward_kernels<Cell, T>(VariantIndices<T>());
+constexpr auto kForwardKernels = persistent_kernels<Cell, T, false>(VariantIndices<T>());
 template <class Cell, typename T>
-constexpr auto kBackwardKernels = backward_kernels<Cell, T>(VariantIndices<T>());
+constexpr auto kBackwardKernels = persistent_kernels<Cell, T, true>(VariantIndices<T>());
 
 template <class Cell, typename T>
 cudaError_t plan_sequence(const Problem& problem, Algorithm requested, Plan& plan) {
