@@ -126,12 +126,8 @@ inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceI
     return p.hidden <= 32 || p.hidden > 64 || rows_each <= 4;
   }
   if (v.algorithm == Algorithm::kCluster) {
-    // Of few rows, one wave of clusters, with 32 units a block, takes less time.
-    if (v.unit_tiles > kBlockWarps) {
-      const int64_t blocks = ceil_div(p.hidden, 32), groups = ceil_div(p.batch, kRowTile);
-      if (side_by_side * groups * blocks <= device.cluster_multiprocessors[blocks]) return false;
-    }
-    // Backward, a block of many units takes longer than a cluster's exchange, but has room for more rows.
+    // A block of many units takes longer than a cluster's exchange, but has room for more rows.
+    if (v.unit_tiles > kBlockWarps && p.batch <= 64) return false;
     if (grid.group_blocks == 1 && p.backward && p.hidden > 64 && p.batch <= 32) return false;
     // In TF32, clusters of larger blocks take over after one wave of clusters of smaller ones.
     const bool one_wave = v.tf32 ? v.unit_tiles < 4 : p.backward || p.sequences > 1;
