@@ -275,7 +275,6 @@ def test_a_problem_that_no_persistent_kernel_can_run_is_stepwise(plan):
         {"chip": T4},
         {"batch": 0},
         {"hidden": 4096},
-        {"batch": 10**6},
     ):
         (found,) = plan({"hidden": 64, "batch": 8, **more})
         assert (found.algorithm, found.why_not) == ("stepwise", ""), more
@@ -607,10 +606,18 @@ def test_a_block_has_all_units_of_one_gate_for_more_than_64_rows(plan, backward)
         {"size": 4, "tf32": True},
         {"dense": False},
         {"chip": B200},
-        {"batch": 20_000},
     ],
     ids=str,
 )
 def test_no_other_block_has_so_many_units(plan, more, backward):
     (found,) = plan({**MANY_ROWS, **more, "backward": backward})
     assert found.members != 1
+
+
+@directions
+@pytest.mark.parametrize(
+    "more", [{"gates": 4}, {"gates": 1, "hidden": 256}, {"gates": 4, "size": 4, "tf32": True}], ids=str
+)
+def test_single_blocks_run_any_number_of_rows(plan, more, backward):
+    (found,) = plan({"hidden": 64, "batch": 200_000, **more, "backward": backward})
+    assert (found.algorithm, found.members) == ("cluster", 1)

@@ -23,14 +23,19 @@ struct Chunk {
 };
 
 // One if no products follow. Four chunks keep only a quarter of all gate gradients in memory. More chunks, or
-// smaller ones, would make the products smaller, take more launches and round half-type sums more often.
+// smaller ones, would make the products smaller, take more launches and round half-type sums more often. In
+// each, kernels load the weights again, so a chunk has several steps.
 std::vector<Chunk> chunks_of(const RowsOfSteps& steps, int64_t total_rows, bool has_products) {
   if (!has_products && steps.size() > 0) return {{0, steps.size(), 0, total_rows}};
-  const int64_t min_rows = std::max<int64_t>(8192, (total_rows + 3) / 4);
+  constexpr size_t kLeastSteps = 4;
+  const int64_t least_rows = std::max<int64_t>(8192, (total_rows + 3) / 4);
+  const auto is_full = [&](const Chunk& chunk) {
+    return chunk.end - chunk.begin >= least_rows && chunk.last - chunk.first >= kLeastSteps;
+  };
   std::vector<Chunk> chunks;
   for (size_t k = 0; k < steps.size(); ++k) {
     const int64_t begin = steps[k].first, end = begin + steps[k].count;
-    if (chunks.empty() || chunks.back().end - chunks.back().begin >= min_rows) {
+    if (chunks.empty() || is_full(chunks.back())) {
       chunks.push_back({k, k + 1, begin, end});
     } else {
       Chunk& chunk = chunks.back();

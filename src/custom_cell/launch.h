@@ -172,10 +172,12 @@ inline void mask_rows(const Rows& y, const Rows& x, const Rows& resets, int64_t 
   });
 }
 
-// The sum of the rows of x [rows, columns], in the type T of `like`.
+// The sum of the rows of x [rows, columns], in the type T of `like`. Torch's sum divides many rows among more
+// blocks, but takes the host longer, and half types a second kernel.
 inline at::Tensor sum_of_rows(const at::Tensor& x, const at::Tensor& like) {
 #ifdef LLTM_EXT_WITH_CUDA
-  if (x.is_cuda()) {
+  constexpr int64_t kMostRows = 256;
+  if (x.is_cuda() && x.size(0) <= kMostRows) {
     const at::Tensor sum = at::empty({x.size(1)}, like.options());
     launch("sum_rows", sum, [&](auto type, auto... stream) {
       using T = typename decltype(type)::type;

@@ -129,6 +129,8 @@ inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceI
     // A block of many units takes longer than a cluster's exchange, but has room for more rows.
     if (v.unit_tiles > kBlockWarps && p.batch <= 64) return false;
     if (grid.group_blocks == 1 && p.backward && p.hidden > 64 && p.batch <= 32) return false;
+    // On tensor cores, waves of single blocks take less time than any other steps, however many there are.
+    if (grid.group_blocks == 1 && (p.element_size == 2 || (v.tf32 && p.hidden > 32))) return true;
     // In TF32, clusters of larger blocks take over after one wave of clusters of smaller ones.
     const bool one_wave = v.tf32 ? v.unit_tiles < 4 : p.backward || p.sequences > 1;
     // Each wave loads the weights again, so fused steps, where there are any, replace many waves. The larger
