@@ -338,7 +338,9 @@ FINE = {
 
 
 @pytest.mark.parametrize("what", [*PROBLEMS, *NOTES])
-def test_a_cause_is_reported_with_the_fix(capsys, what):
+def test_a_cause_is_reported_with_the_fix(monkeypatch, capsys, what):
+    """As of a wheel from an index; a package from a folder is installed from there again."""
+    monkeypatch.setattr(build_record.importlib.metadata, "distributions", lambda **_: [])
     facts, command = (PROBLEMS | NOTES)[what]
     status, text = run_doctor(facts, capsys)
     kind, _, found = text.partition("\n\n")[2].partition("\n\n")[0].partition(": ")
