@@ -247,10 +247,12 @@ def test_small_layers_run_in_blocks_of_their_own_and_large_ones_share_the_chip(p
         assert large.algorithm == "grid" and large.members > 8
 
 
-def test_backward_clusters_of_several_blocks_run_all_at_once(plan):
-    asked = [{**p, "chip": chip} for chip in (H200, B200) for p in problems(tf32=True) if p["backward"]]
+def test_backward_clusters_of_small_blocks_run_all_at_once_in_half_types(plan):
+    asked = [{**p, "chip": chip} for chip in (H200, B200) for p in problems() if p["backward"]]
     found = [
-        (p, f) for p, f in zip(asked, plan(*asked), strict=True) if f.algorithm == "cluster" and f.members > 1
+        (problem, found)
+        for problem, found in zip(asked, plan(*asked), strict=True)
+        if found.algorithm == "cluster" and found.members > 2 and problem["size"] == 2
     ]
     assert found
     for problem, (_, members, groups, *_) in found:
@@ -621,3 +623,46 @@ def test_no_other_block_has_so_many_units(plan, more, backward):
 def test_single_blocks_run_any_number_of_rows(plan, more, backward):
     (found,) = plan({"hidden": 64, "batch": 200_000, **more, "backward": backward})
     assert (found.algorithm, found.members) == ("cluster", 1)
+
+
+@directions
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"hidden": 128, "size": 4, "batches": (17, 33, 4000)},
+        {"hidden": 104, "gates": 4, "size": 4, "batches": (17, 4000)},
+        {"hidden": 256, "batches": (161, 3000)},
+        {"hidden": 200, "gates": 4, "batches": (161, 3000)},
+        {"hidden": 200, "gates": 1, "size": 4, "batches": (129, 4000)},
+        {"hidden": 200, "gates": 1, "size": 4, "tf32": True, "batches": (161, 4000)},
+    ],
+    ids=str,
+)
+def test_clusters_of_two_blocks_take_many_rows(plan, more, backward):
+    batches = more["batches"]
+    more = {**{k: v for k, v in more.items() if k != "batches"}, "backward": backward}
+    fewer, *many = plan(*({**more, "batch": batch} for batch in (batches[0] - 1, *batches)))
+    assert (fewer.algorithm, fewer.members) != ("cluster", 2)
+    for found in many:
+        assert (found.algorithm, found.members) == ("cluster", 2)
+
+
+@directions
+@pytest.mark.parametrize("hidden, members", [(384, 3), (512, 4)])
+def test_one_gate_of_half_types_has_blocks_of_128_units(plan, hidden, members, backward):
+    fewer, found = plan(
+        *({"hidden": hidden, "batch": b, "gates": 1, "backward": backward} for b in (128, 129))
+    )
+    assert fewer.members > members
+    assert (found.algorithm, found.members) == ("cluster", members)
+
+
+def test_a_launch_of_few_steps_backward_has_one_wave_of_large_blocks_in_half_types(plan):
+    few, many, one_wave = plan(
+        *(
+            {"hidden": 256, "batch": b, "steps": s, "backward": True}
+            for b, s in ((600, 15), (600, 16), (400, 4))
+        )
+    )
+    assert few.fused_step != (0, 0) and few.algorithm == "stepwise"
+    assert (many.algorithm, many.members) == (one_wave.algorithm, one_wave.members) == ("cluster", 2)

@@ -108,6 +108,42 @@ inline int most_row_tiles_of_grid(const PersistentVariant& v, const Problem& p, 
   return p.backward ? 4 : 6;
 }
 
+// The most waves of clusters of several blocks that take less time than the kernels after them. Each wave
+// loads the weights again, so fused steps, where there are any, replace many waves.
+inline int most_cluster_waves(const PersistentVariant& v, const Problem& p, bool has_fused_steps) {
+  // In TF32, clusters of larger blocks take over after one wave of clusters of smaller ones.
+  if (v.tf32) return v.unit_tiles < 4 ? 1 : 9;
+  if (p.sequences > 1) return 1;
+  const bool large_blocks = v.unit_tiles >= 8;
+  if (p.element_size == 2 && p.backward && !large_blocks) return 1;
+  if (!has_fused_steps) return 9;
+  if (large_blocks) return !p.backward ? 9 : p.steps < 16 ? 1 : 6;
+  // Blocks with more of K are for the hidden sizes that the others do not hold.
+  return v.chunks <= 4 ? 7 : p.hidden > 256 ? 4 : 0;
+}
+
+inline bool cluster_pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
+                             const GroupGrid& grid, bool has_fused_steps) {
+  const PersistentShape shape = {p.cell, v, p.element_size, p.backward};
+  const int64_t side_by_side = int64_t{p.sequences} * p.heads;
+  // A block of many units takes longer than a cluster's exchange, but has room for more rows.
+  const int few_rows = v.unit_tiles > kBlockWarps ? 64 : v.tf32 || v.chunks == 8 ? 160 : 128;
+  if (v.unit_tiles * v.chunks >= 64 && p.batch <= few_rows) return false;
+  int waves = 9;
+  if (grid.group_blocks == 1) {
+    if (p.backward && p.hidden > 64 && p.batch <= 32) return false;
+    // On tensor cores, waves of single blocks take less time than any other steps, however many there are.
+    if (p.element_size == 2 || (v.tf32 && p.hidden > 32)) return true;
+  } else {
+    if (p.hidden <= shape.units()) return false;  // a block would be idle
+    // In IEEE float32, a grid's smaller blocks take less time for one row.
+    if (!shape.on_tensor_cores() && side_by_side * p.batch <= 16) return false;
+    // Without heads, the same products would be as many times larger.
+    if (p.heads == 1) waves = most_cluster_waves(v, p, has_fused_steps);
+  }
+  return side_by_side * grid.groups <= waves * (multiprocessors(grid, v, device) / grid.group_blocks);
+}
+
 // Whether a fitting variant beats the stepwise loop and all later variants: up to some number of cluster
 // waves, or of row tiles per group. For several sequences: whether it beats running them apart.
 inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
@@ -125,26 +161,12 @@ inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceI
     if (p.tf32 || p.hidden > 96) return rows_each <= (p.hidden <= 32 ? 2 : 1);
     return p.hidden <= 32 || p.hidden > 64 || rows_each <= 4;
   }
-  if (v.algorithm == Algorithm::kCluster) {
-    // A block of many units takes longer than a cluster's exchange, but has room for more rows.
-    if (v.unit_tiles > kBlockWarps && p.batch <= 64) return false;
-    if (grid.group_blocks == 1 && p.backward && p.hidden > 64 && p.batch <= 32) return false;
-    // On tensor cores, waves of single blocks take less time than any other steps, however many there are.
-    if (grid.group_blocks == 1 && (p.element_size == 2 || (v.tf32 && p.hidden > 32))) return true;
-    // In TF32, clusters of larger blocks take over after one wave of clusters of smaller ones.
-    const bool one_wave = v.tf32 ? v.unit_tiles < 4 : p.backward || p.sequences > 1;
-    // Each wave loads the weights again, so fused steps, where there are any, replace many waves. The larger
-    // blocks are for the hidden sizes that the smaller ones do not hold.
-    const int until_fused_steps = v.chunks <= 4 ? 7 : p.hidden > 256 ? 4 : 0;
-    const int several_blocks = one_wave ? 1 : fused_step.split_k == 0 ? 9 : until_fused_steps;
-    // Without heads, the same products would be as many times larger.
-    const int waves = grid.group_blocks == 1 || p.heads > 1 ? 9 : several_blocks;
-    return side_by_side * grid.groups <= waves * (multiprocessors(grid, v, device) / grid.group_blocks);
-  }
+  const bool has_fused_steps = fused_step.split_k > 0;
+  if (v.algorithm == Algorithm::kCluster) return cluster_pays_off(v, p, device, grid, has_fused_steps);
   if (v.tf32 && v.chunks == 1) return rows <= 96;  // clusters are faster with more rows
   // Two sequences take a second row tile only at hidden sizes that are too large for clusters.
   if (p.sequences > 1) return grid.rows <= kRowTile * (p.element_size == 2 && p.hidden > 512 ? 2 : 1);
-  return grid.rows <= kRowTile * most_row_tiles_of_grid(v, p, /*has_fused_steps=*/fused_step.split_k > 0);
+  return grid.rows <= kRowTile * most_row_tiles_of_grid(v, p, has_fused_steps);
 }
 
 // 4, 2 or 1, with at least 64 of K in each part.
@@ -256,11 +278,13 @@ inline LargeShape large_shape(const Problem& p, int tile) {
 // A large layer's kernel, where it is faster than fused steps, or than float32's stepwise loop, which is no
 // faster than these. Groups that are not resident at the same time have launches one after the other.
 inline LargeGrid large_grid(const Problem& p, const DeviceInfo& device) {
-  constexpr int64_t kLeastHidden = 512, kLeastUnits = 64 * 1024;
+  constexpr int64_t kLeastUnits = 64 * 1024;
+  // Clusters hold 512 units of one gate in half types.
+  const int64_t least_hidden = p.element_size == 2 && p.cell.gates == 1 ? 520 : 512;
   const bool is_alone = p.heads == 1 && !p.side_by_side;  // two directions run one after the other
   const bool has_type = p.element_size == 2 || (p.element_size == 4 && p.tf32);
   if (!device.has_sm90a || !has_type || !p.dense || !is_alone) return {};
-  if (p.hidden < kLeastHidden || p.hidden % 8 != 0) return {};
+  if (p.hidden < least_hidden || p.hidden % 8 != 0) return {};
   // Of fewer rows, grids take half types, and float32 up to their largest size.
   const bool has_small_grid = p.element_size == 2 || p.hidden <= 1024;
   if (has_small_grid && p.batch * p.hidden < kLeastUnits) return {};

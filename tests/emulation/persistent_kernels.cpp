@@ -1047,7 +1047,7 @@ void check_persistent() {
   check<Cell, __half, 0, NoReset>({4, 3, 21, 1, false, {}});
   check<Cell, __nv_bfloat16, 1, bool>({5, 3, 40, 1, true, {}, /*save=*/true, /*from_zeros=*/true});
   // a block that has all units
-  check<Cell, float, 15, bool>({5, 9, 40, 8, false, {}});
+  check<Cell, float, 16, bool>({5, 9, 40, 8, false, {}});
   check<Cell, float, 4, NoReset>({4, 6, 24, 8, false, {}});
   check<Cell, __half, 3, NoReset>({4, 6, 24, 8, false, {}});
   check<Cell, __half, 3, NoReset>({4, 6, 24, 8, false, {}, /*save=*/true, /*from_zeros=*/true});
@@ -1058,39 +1058,48 @@ void check_persistent() {
     check<Cell, __half, 5, bool>({3, 5, 200, 8, false, {}, /*save=*/false});
     check<Cell, __nv_bfloat16, 5, float>({5, 9, 136, 8, true, {}});
     check<Cell, __nv_bfloat16, 5, NoReset, 2>({3, 4, 272, 8, false, {}});
+    // large blocks in clusters of two and more
+    check<Cell, __half, 6, NoReset>({4, 11, 384, 8, false, {}});
+    check<Cell, __nv_bfloat16, 6, float>({3, 9, 264, 8, true, {}, /*save=*/true, /*from_zeros=*/true});
+    check<Cell, float, 8, NoReset>({4, 11, 200, 8, true, {}});
+    check<Cell, float, 18, bool>({4, 11, 136, 8, false, {}});
+    check<Cell, float, 18, NoReset>({3, 4, 256, 2, false, {}, /*save=*/false});
   }
   // float32, one row tile
-  check<Cell, float, 16, NoReset>({11, 5, 24, 8, false, {}});
-  check<Cell, float, 16, NoReset>({3, 5, 24, 8, false, {}, /*save=*/false});
-  check<Cell, float, 16, NoReset>({4, 3, 24, 1, false, {}});
-  check<Cell, float, 16, NoReset>({4, 3, 24, 8, false, {}, /*save=*/true, /*from_zeros=*/true});
-  check<Cell, float, 17, bool>({4, 11, 72, 8, true, {}});
+  check<Cell, float, 19, NoReset>({11, 5, 24, 8, false, {}});
+  check<Cell, float, 19, NoReset>({3, 5, 24, 8, false, {}, /*save=*/false});
+  check<Cell, float, 19, NoReset>({4, 3, 24, 1, false, {}});
+  check<Cell, float, 19, bool>({4, 3, 24, 2, false, {}});
+  check<Cell, float, 19, NoReset>({4, 3, 24, 8, false, {}, /*save=*/true, /*from_zeros=*/true});
+  check<Cell, float, 20, bool>({4, 11, 72, 8, true, {}});
   // any number of rows
-  check<Cell, float, 19, float>({4, 19, 40, 16, true, {}});
-  check<Cell, float, 20, bool>({4, 19, 40, 16, false, {}});
-  check<Cell, float, 20, float>({4, 19, 40, 16, false, {}, /*save=*/true, /*from_zeros=*/true});
-  check<Cell, float, 20, bool>({5, 12, 40, 16, false, of_12_rows});
-  check<Cell, float, 20, float>({5, 12, 40, 16, true, of_12_rows});
+  check<Cell, float, 22, float>({4, 19, 40, 16, true, {}});
+  check<Cell, float, 23, bool>({4, 19, 40, 16, false, {}});
+  check<Cell, float, 23, float>({4, 19, 40, 16, false, {}, /*save=*/true, /*from_zeros=*/true});
+  check<Cell, float, 23, bool>({5, 12, 40, 16, false, of_12_rows});
+  check<Cell, float, 23, float>({5, 12, 40, 16, true, of_12_rows});
   // clusters
-  check<Cell, float, 22, bool>({5, 5, 40, 8, false, {}});
-  check<Cell, float, 22, float>({10, 10, 24, 8, true, {}});
-  check<Cell, float, 22, bool>({4, 10, 24, 8, true, {}, /*save=*/true, /*from_zeros=*/true});
+  check<Cell, float, 17, bool>({5, 5, 104, 8, false, {}});
+  check<Cell, float, 17, float>({5, 10, 72, 3, true, {}});
+  check<Cell, float, 17, bool>({4, 10, 72, 8, true, {}, /*save=*/true, /*from_zeros=*/true});
   // TF32
   check<Cell, float, 5, NoReset>({4, 11, 72, 8, false, {}});
   check<Cell, float, 7, float>({5, 11, 104, 8, true, {}});
-  check<Cell, float, 9, bool>({4, 6, 72, 8, false, {}});
-  check<Cell, float, 13, NoReset>({4, 12, 72, 16, false, {12, 9, 3, 1}});
+  check<Cell, float, 10, bool>({4, 6, 72, 8, false, {}});
+  check<Cell, float, 14, NoReset>({4, 12, 72, 16, false, {12, 9, 3, 1}});
   // Half types
-  check<Cell, __half, 6, NoReset>({4, 6, 72, 8, false, {}});
-  check<Cell, __nv_bfloat16, 7, NoReset>({4, 6, 136, 8, true, {}});
-  check<Cell, __half, 10, float>({4, 6, 72, 8, false, {}});
-  check<Cell, __half, 12, bool>({4, 12, 72, 16, false, {12, 9, 3, 1}});
+  check<Cell, __half, 7, bool>({4, 11, 200, 8, true, {}});
+  check<Cell, __nv_bfloat16, 7, NoReset>({3, 3, 256, 8, false, {}, /*save=*/true, /*from_zeros=*/true});
+  check<Cell, __half, 8, NoReset>({4, 6, 72, 8, false, {}});
+  check<Cell, __nv_bfloat16, 9, NoReset>({4, 6, 136, 8, true, {}});
+  check<Cell, __half, 12, float>({4, 6, 72, 8, false, {}});
+  check<Cell, __half, 14, bool>({4, 12, 72, 16, false, {12, 9, 3, 1}});
   // heads, of a few cells
   if constexpr (Cell::kStates == 3 || kResetsToInitial<Cell>) {
     check<Cell, __half, 3, bool, 3>({4, 6, 72, 8, false, {}});
-    check<Cell, __nv_bfloat16, 6, NoReset, 2>({4, 11, 144, 8, true, {}});
-    check<Cell, float, 16, float, 2>({5, 5, 48, 8, true, {}});
-    check<Cell, float, 20, bool, 2>({5, 12, 80, 16, false, of_12_rows});
+    check<Cell, __nv_bfloat16, 8, NoReset, 2>({4, 11, 144, 8, true, {}});
+    check<Cell, float, 19, float, 2>({5, 5, 48, 8, true, {}});
+    check<Cell, float, 23, bool, 2>({5, 12, 80, 16, false, of_12_rows});
   }
 }
 
@@ -1101,17 +1110,17 @@ void check_rows() {
   check<Cell, __half, 3, NoReset>({4, 6, 24, 8, false, {}});
   check<Cell, __half, 4, bool>({4, 11, 104, 8, true, {}});
   check<Cell, __half, 4, bool>({3, 3, 128, 8, false, {}, /*save=*/true, /*from_zeros=*/true});
-  check<Cell, __nv_bfloat16, 6, float>({5, 11, 136, 8, true, {}});
-  check<Cell, __half, 11, NoReset>({4, 5, 136, 8, false, {}});
-  check<Cell, __half, 11, NoReset>({3, 2, 200, 2, true, {}, /*save=*/false});
+  check<Cell, __nv_bfloat16, 8, float>({5, 11, 136, 8, true, {}});
+  check<Cell, __half, 13, NoReset>({4, 5, 136, 8, false, {}});
+  check<Cell, __half, 13, NoReset>({3, 2, 200, 2, true, {}, /*save=*/false});
   check<Cell, float, 7, float>({5, 11, 104, 8, true, {}});
-  check<Cell, float, 22, bool>({5, 5, 40, 8, false, {}});
-  check<Cell, float, 22, bool>({4, 10, 24, 8, true, {}, /*save=*/true, /*from_zeros=*/true});
+  check<Cell, float, 17, bool>({5, 5, 104, 8, false, {}});
+  check<Cell, float, 17, bool>({4, 9, 72, 8, true, {}, /*save=*/true, /*from_zeros=*/true});
   // through L2
-  check<Cell, __half, 7, NoReset>({4, 11, 104, 8, false, {}});
-  check<Cell, __nv_bfloat16, 10, bool>({5, 3, 136, 8, true, {}});
-  check<Cell, float, 16, NoReset>({5, 11, 104, 8, true, {}});
-  check<Cell, float, 18, float>({4, 5, 520, 8, false, {}});
+  check<Cell, __half, 9, NoReset>({4, 11, 104, 8, false, {}});
+  check<Cell, __nv_bfloat16, 12, bool>({5, 3, 136, 8, true, {}});
+  check<Cell, float, 19, NoReset>({5, 11, 104, 8, true, {}});
+  check<Cell, float, 21, float>({4, 5, 520, 8, false, {}});
 }
 
 // Where K has one part and several, blocks have fewer units than others, and rows fewer than the kernel

@@ -127,7 +127,7 @@ struct WarpProduct {
 };
 
 // Lane (g, t) sums over its quarter of K for all rows of the batch, which it reads from `scratch`. Then the
-// four lanes of a row exchange their sums. Groups of one row are common, so they compute only that row.
+// four lanes of a row exchange their sums. Groups of few rows are common, so they do not compute all.
 template <int kOut, int kIn, int kChunks>
 struct WarpProduct<IeeeProduct, kOut, kIn, kChunks> {
   static constexpr int kStride = scratch_stride(kIn * kChunks);
@@ -143,6 +143,10 @@ struct WarpProduct<IeeeProduct, kOut, kIn, kChunks> {
     __syncwarp();
     if (rows == 1) {
       multiply_rows<1>(sums, weights, first, scratch, t);
+    } else if (rows == 2) {
+      multiply_rows<2>(sums, weights, first, scratch, t);
+    } else if (rows <= 4) {
+      multiply_rows<4>(sums, weights, first, scratch, t);
     } else {
       multiply_rows<kRowTile>(sums, weights, first, scratch, t);
     }
@@ -194,12 +198,17 @@ struct WarpProduct<IeeeProduct, kOut, kIn, kChunks> {
       }
     }
   }
-  // Adds the total of the one row. The sums of lanes with t > 0 belong to no row and are not read.
-  __device__ static void exchange(float (&sum)[4], const float (&wide)[2][1], int) {
+  // As above. For few rows this is less code, though each lane adds up all of them.
+  template <int kRows>
+  __device__ static void exchange(float (&sum)[4], const float (&wide)[2][kRows], int t) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float half = wide[r][0] + __shfl_xor_sync(~0u, wide[r][0], 2);
-      sum[2 * r] += half + __shfl_xor_sync(~0u, half, 1);
+#pragma unroll
+      for (int b = 0; b < kRows; ++b) {
+        const float half = wide[r][b] + __shfl_xor_sync(~0u, wide[r][b], 2);
+        const float total = half + __shfl_xor_sync(~0u, half, 1);
+        if (b / 2 == t) sum[2 * r + b % 2] += total;
+      }
     }
   }
 };

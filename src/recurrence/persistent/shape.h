@@ -60,10 +60,11 @@ struct PersistentShape {
     const int wanted = 512 / threads(), fit = resident_blocks();
     return fit < 1 ? 1 : fit < wanted ? fit : wanted;
   }
-  // Whether threads have registers for the weights. A warp of several tiles has them for one weight.
+  // Whether a warp has so many rows or columns of a weight that its registers have no room for another.
+  constexpr bool has_one_weight() const { return warp_tiles() * variant.chunks > 8; }
   constexpr bool exists() const {
     if (variant.row_per_block) return resident_blocks() > 0;
-    return warp_tiles() == 1 || (weights() == 1 && !cell.mixes_units());
+    return !has_one_weight() || (weights() == 1 && !cell.mixes_units());
   }
   constexpr int row_tile() const { return variant.row_per_block ? 1 : kRowTile; }
   // Tiles of units that a warp has, one after the other.

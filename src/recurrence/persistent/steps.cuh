@@ -188,8 +188,8 @@ class PersistentSteps {
   __device__ __forceinline__ void multiply(float (&products)[Config::kWarpOutputs][4],
                                            const RowSource<T>& source) {
     constexpr int kPerLoad = Config::kShape.inputs_per_load(), kPerProduct = Config::kInputsPerProduct;
-    // Large kernels have no registers left for a second form of the product.
-    const bool many = Config::kAnyRows || Config::kChunks > 4;
+    // Large kernels have no registers left for other forms of the product.
+    const bool many = Config::kAnyRows || (Config::kChunks > 4 && !Config::kShape.has_one_weight());
     const int rows = many ? kRowTile : map_.end_row - map_.first_row;
 #pragma unroll
     for (int input = 0; input < Config::kInputs; input += kPerLoad) {

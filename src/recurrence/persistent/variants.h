@@ -27,6 +27,8 @@ constexpr PersistentVariant kHalfVariants[] = {
     {Algorithm::kCluster, false, 4, 1, true},
     {Algorithm::kCluster, false, 8, 4, true},
     {Algorithm::kCluster, false, 16, 8, true},
+    {Algorithm::kCluster, false, 8, 16, true},
+    {Algorithm::kCluster, false, 8, 8, true},
     {Algorithm::kCluster, false, 2, 2},
     {Algorithm::kGrid, false, 2, 4, true},
     {Algorithm::kGrid, false, 1, 4, true},
@@ -48,6 +50,7 @@ constexpr PersistentVariant kFloatVariants[] = {
     {Algorithm::kGrid, false, 1, 1, true, true},
     {Algorithm::kCluster, false, 2, 2, true, true},
     {Algorithm::kCluster, false, 4, 4, true, true},
+    {Algorithm::kCluster, false, 8, 16, true, true},
     {Algorithm::kGrid, false, 1, 2, true, true},
     {Algorithm::kGrid, false, 2, 4, true, true},
     {Algorithm::kGrid, false, 1, 4, true, true},
@@ -57,13 +60,14 @@ constexpr PersistentVariant kFloatVariants[] = {
     {Algorithm::kGrid, true, 1, 8, true, true},
     // IEEE
     {Algorithm::kCluster, false, 4, 2, true},
+    {Algorithm::kCluster, false, 4, 4},
+    {Algorithm::kCluster, false, 8, 16, true},
     {Algorithm::kGrid, false, 1, 2, true},
     {Algorithm::kGrid, false, 1, 4, true},
     {Algorithm::kGrid, false, 1, 8, true},
     {Algorithm::kGrid, true, 1, 1, true},
     {Algorithm::kGrid, true, 1, 4},
     {Algorithm::kGrid, true, 1, 8},
-    {Algorithm::kCluster, false, 1, 2},
 };
 
 template <typename T>
