@@ -630,7 +630,7 @@ def test_single_blocks_run_any_number_of_rows(plan, more, backward):
     "more",
     [
         {"hidden": 128, "size": 4, "batches": (17, 33, 4000)},
-        {"hidden": 104, "gates": 4, "size": 4, "batches": (17, 4000)},
+        {"hidden": 104, "gates": 4, "size": 4, "batches": (19, 4000)},
         {"hidden": 256, "batches": (161, 3000)},
         {"hidden": 200, "gates": 4, "batches": (161, 3000)},
         {"hidden": 200, "gates": 1, "size": 4, "batches": (129, 4000)},
@@ -666,3 +666,13 @@ def test_a_launch_of_few_steps_backward_has_one_wave_of_large_blocks_in_half_typ
     )
     assert few.fused_step != (0, 0) and few.algorithm == "stepwise"
     assert (many.algorithm, many.members) == (one_wave.algorithm, one_wave.members) == ("cluster", 2)
+
+
+@directions
+def test_of_cells_with_values_over_units_many_rows_have_larger_blocks(plan, backward):
+    how = {"over_units": True, "backward": backward}
+    half, single = {"hidden": 256, **how}, {"hidden": 128, "size": 4, **how}
+    found = plan(*({**half, "batch": b} for b in (160, 161)), *({**single, "batch": b} for b in (15, 16)))
+    assert [(x.algorithm, x.members) for x in found] == [("cluster", n) for n in (8, 2, 8, 2)]
+    (four_gates,) = plan({**half, "gates": 4, "batch": 161})
+    assert four_gates.members == (8 if backward else 2)

@@ -108,16 +108,30 @@ inline int most_row_tiles_of_grid(const PersistentVariant& v, const Problem& p, 
   return p.backward ? 4 : 6;
 }
 
+// A block of many units takes longer than an exchange between smaller ones, but has room for more rows. So
+// does a cluster of two blocks in IEEE float32, where each row has its group of smaller blocks.
+inline bool has_rows_for(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
+                         const GroupGrid& grid) {
+  const bool on_tensor_cores = p.element_size == 2 || v.tf32;
+  if (grid.group_blocks == 2 && v.unit_tiles == 4 && !on_tensor_cores) {
+    const int multiprocessors =
+        p.cell.mixes_units() ? device.cluster_multiprocessors[kMostClusterBlocks] : device.multiprocessors;
+    return p.sequences * p.heads * p.batch * ceil_div(p.hidden, 16) > multiprocessors;
+  }
+  if (v.unit_tiles * v.chunks < 64) return true;
+  return p.batch > (v.unit_tiles > kBlockWarps ? 64 : v.tf32 || v.chunks == 8 ? 160 : 128);
+}
+
 // The most waves of clusters of several blocks that take less time than the kernels after them. Each wave
-// loads the weights again, so fused steps, where there are any, replace many waves.
+// loads the weights again, so fused steps, where there are any, replace many waves, and few steps have few.
 inline int most_cluster_waves(const PersistentVariant& v, const Problem& p, bool has_fused_steps) {
   // In TF32, clusters of larger blocks take over after one wave of clusters of smaller ones.
-  if (v.tf32) return v.unit_tiles < 4 ? 1 : 9;
-  if (p.sequences > 1) return 1;
-  const bool large_blocks = v.unit_tiles >= 8;
-  if (p.element_size == 2 && p.backward && !large_blocks) return 1;
-  if (!has_fused_steps) return 9;
-  if (large_blocks) return !p.backward ? 9 : p.steps < 16 ? 1 : 6;
+  if (v.tf32 && v.unit_tiles < 4) return 1;
+  if (!v.tf32 && p.sequences > 1) return 1;
+  const bool large_blocks = v.unit_tiles >= 8, few_steps = p.backward && p.steps < 16;
+  if (p.element_size == 2 && p.backward && (!large_blocks || few_steps)) return 1;
+  if (!has_fused_steps) return few_steps ? 4 : 9;
+  if (large_blocks) return p.backward ? 6 : 9;
   // Blocks with more of K are for the hidden sizes that the others do not hold.
   return v.chunks <= 4 ? 7 : p.hidden > 256 ? 4 : 0;
 }
@@ -125,10 +139,6 @@ inline int most_cluster_waves(const PersistentVariant& v, const Problem& p, bool
 inline bool cluster_pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
                              const GroupGrid& grid, bool has_fused_steps) {
   const PersistentShape shape = {p.cell, v, p.element_size, p.backward};
-  const int64_t side_by_side = int64_t{p.sequences} * p.heads;
-  // A block of many units takes longer than a cluster's exchange, but has room for more rows.
-  const int few_rows = v.unit_tiles > kBlockWarps ? 64 : v.tf32 || v.chunks == 8 ? 160 : 128;
-  if (v.unit_tiles * v.chunks >= 64 && p.batch <= few_rows) return false;
   int waves = 9;
   if (grid.group_blocks == 1) {
     if (p.backward && p.hidden > 64 && p.batch <= 32) return false;
@@ -136,12 +146,11 @@ inline bool cluster_pays_off(const PersistentVariant& v, const Problem& p, const
     if (p.element_size == 2 || (v.tf32 && p.hidden > 32)) return true;
   } else {
     if (p.hidden <= shape.units()) return false;  // a block would be idle
-    // In IEEE float32, a grid's smaller blocks take less time for one row.
-    if (!shape.on_tensor_cores() && side_by_side * p.batch <= 16) return false;
     // Without heads, the same products would be as many times larger.
     if (p.heads == 1) waves = most_cluster_waves(v, p, has_fused_steps);
   }
-  return side_by_side * grid.groups <= waves * (multiprocessors(grid, v, device) / grid.group_blocks);
+  return int64_t{p.sequences} * p.heads * grid.groups <=
+         waves * (multiprocessors(grid, v, device) / grid.group_blocks);
 }
 
 // Whether a fitting variant beats the stepwise loop and all later variants: up to some number of cluster
@@ -149,9 +158,12 @@ inline bool cluster_pays_off(const PersistentVariant& v, const Problem& p, const
 inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
                      const GroupGrid& grid, const FusedStepTile& fused_step) {
   const int64_t side_by_side = int64_t{p.sequences} * p.heads, rows = side_by_side * p.batch;
+  if (!has_rows_for(v, p, device, grid)) return false;
   // A step of a loop takes a product and a kernel that waits for it, as long as eight waves of clusters or
   // one of a grid, which exchanges through L2. With products of its own it takes as long as three.
   if (p.cell.mixes_units()) {
+    // Backward, four gates of such a block do not fit in registers.
+    if (v.unit_tiles == 8 && v.chunks == 8 && p.backward && p.cell.gates > 3) return false;
     const int of_grid = p.cell.products > 0 ? 3 : 1, waves = v.algorithm == Algorithm::kCluster ? 8 : of_grid;
     return side_by_side * grid.groups <= waves * (multiprocessors(grid, v, device) / grid.group_blocks);
   }

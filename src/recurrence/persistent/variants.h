@@ -68,6 +68,7 @@ constexpr PersistentVariant kFloatVariants[] = {
     {Algorithm::kGrid, true, 1, 1, true},
     {Algorithm::kGrid, true, 1, 4},
     {Algorithm::kGrid, true, 1, 8},
+    {Algorithm::kCluster, false, 1, 2},
 };
 
 template <typename T>
