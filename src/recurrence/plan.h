@@ -108,15 +108,15 @@ inline int most_row_tiles_of_grid(const PersistentVariant& v, const Problem& p, 
   return p.backward ? 4 : 6;
 }
 
-// A block of many units takes longer than an exchange between smaller ones, but has room for more rows. So
-// does a cluster of two blocks in IEEE float32, where each row has its group of smaller blocks.
+// A block of many units takes longer than an exchange between smaller ones, but has room for more rows. In
+// IEEE float32 clusters of two blocks begin where smaller blocks have more than one row.
 inline bool has_rows_for(const PersistentVariant& v, const Problem& p, const DeviceInfo& device,
                          const GroupGrid& grid) {
   const bool on_tensor_cores = p.element_size == 2 || v.tf32;
   if (grid.group_blocks == 2 && v.unit_tiles == 4 && !on_tensor_cores) {
     const int multiprocessors =
         p.cell.mixes_units() ? device.cluster_multiprocessors[kMostClusterBlocks] : device.multiprocessors;
-    return p.sequences * p.heads * p.batch * ceil_div(p.hidden, 16) > multiprocessors;
+    return p.heads * p.batch * ceil_div(p.hidden, 16) > multiprocessors;
   }
   if (v.unit_tiles * v.chunks < 64) return true;
   return p.batch > (v.unit_tiles > kBlockWarps ? 64 : v.tf32 || v.chunks == 8 ? 160 : 128);
