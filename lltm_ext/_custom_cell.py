@@ -78,12 +78,8 @@ def states_of_op(call: SequenceCall, h_n: Tensor, states_n: Tensor) -> list[Tens
     given = call.states[1:]
     if not given:  # torch.export saves no program that unbinds nothing
         return []
-    if len(given) == 1:  # a view cannot be detached in place
-        if given[0] is not None:
-            return [states_n]
-        if tracing_state() is not None:  # it would record the sizes of the example
-            return [states_n.squeeze(0)]
-        return [unsafe_view(states_n, h_n.shape)]
+    if len(given) == 1:  # in place: a view cannot be detached in place, and takes longer
+        return [states_n if given[0] is not None else states_n.squeeze_(0)]
     pairs = zip(states_n.unbind(0), given, strict=True)
     return [y if x is None else y.to(x.dtype) for y, x in pairs]
 
