@@ -1114,7 +1114,7 @@ void check_rows() {
   check<Cell, __half, 13, NoReset>({4, 5, 136, 8, false, {}});
   check<Cell, __half, 13, NoReset>({3, 2, 200, 2, true, {}, /*save=*/false});
   check<Cell, float, 7, float>({5, 11, 104, 8, true, {}});
-  check<Cell, float, 17, bool>({5, 5, 104, 8, false, {}});
+  check<Cell, float, 17, bool>({5, 5, 88, 8, false, {}});
   check<Cell, float, 17, bool>({4, 9, 72, 8, true, {}, /*save=*/true, /*from_zeros=*/true});
   // through L2
   check<Cell, __half, 9, NoReset>({4, 11, 104, 8, false, {}});
