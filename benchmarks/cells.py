@@ -194,9 +194,9 @@ class OfFlashRNN(nn.Module):
         return states[0].flatten(2), last
 
 
-def gpu_info(device: int) -> dict[str, int]:
+def gpu_info(device_id: int) -> dict[str, int]:
     """What FlashRNN asks of the GPU before it divides the work."""
-    found = torch.cuda.get_device_properties(device)
+    found = torch.cuda.get_device_properties(device_id)
     return {
         "maxThreadsPerBlock": 1024,
         "regsPerMultiprocessor": found.regs_per_multiprocessor,
