@@ -170,7 +170,8 @@ inline bool pays_off(const PersistentVariant& v, const Problem& p, const DeviceI
   if (v.row_per_block) {  // with more rows, blocks of several rows are faster
     const int64_t rows_each = ceil_div(rows, device.multiprocessors);
     if (p.element_size == 2) return p.hidden <= 32 ? rows_each <= 2 : p.hidden % 8 != 0 && rows_each == 1;
-    if (p.tf32 || p.hidden > 96) return rows_each <= (p.hidden <= 32 ? 2 : 1);
+    if (p.tf32) return rows_each <= (p.hidden <= 32 ? 2 : 1);
+    if (p.hidden > 96) return rows_each <= 2;
     return p.hidden <= 32 || p.hidden > 64 || rows_each <= 4;
   }
   const bool has_fused_steps = fused_step.split_k > 0;

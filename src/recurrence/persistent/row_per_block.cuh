@@ -2,8 +2,10 @@
 // exchanged between blocks, no row of a tile is empty, and a step has one barrier. They take any number of
 // units.
 //
-// Four lanes share a unit. Each multiplies a quarter of K by the weights that it holds in registers, they add
-// up their sums, and all four compute the cell. Half types are multiplied in float32.
+// Eight lanes share the products of two units. Each multiplies an eighth of K by both units' weights, which
+// it holds in registers. Lanes of a single unit would read shared memory twice as often, and wait for it. The
+// lanes add up their sums so that four of them get those of a unit, and all four compute the cell. Half types
+// are multiplied in float32.
 #pragma once
 
 #include "recurrence/persistent/block.cuh"
@@ -26,12 +28,13 @@ class RowPerBlock {
   static constexpr int kSavedInGates = Config::kSavedInGates, kExtra = Config::kExtra;
   static constexpr int kInputs = Config::kInputs, kOutputs = Config::kOutputs;
   static constexpr int kUnits = Config::kShape.units();
-  static constexpr int kVectors = kUnits / (4 * kLanesOfUnit);  // a lane's vectors of four values
+  static constexpr int kLanes = 2 * kLanesOfUnit;         // of a product
+  static constexpr int kVectors = kUnits / (4 * kLanes);  // a lane's vectors of four values
   static constexpr int kStepInputs = at_least_one(Cell::kStepInputs);
 
   __device__ RowPerBlock(const StepOrder& order, int hidden, Storage values)
       : hidden_(hidden),
-        lane_(threadIdx.x % kLanesOfUnit),
+        lane_(threadIdx.x % kLanes),
         unit_(threadIdx.x / kLanesOfUnit),
         row_(static_cast<int>(blockIdx.x)),
         batch_(order.batch),
@@ -41,7 +44,7 @@ class RowPerBlock {
 
   __device__ bool exists() const { return unit_ < hidden_; }
   // Whether this lane stores what all four have computed.
-  __device__ bool stores() const { return exists() && lane_ == 0; }
+  __device__ bool stores() const { return exists() && lane_ % kLanesOfUnit == 0; }
 
   // Where the unit is in [rows, planes, H], and in [S, B, H].
   template <typename X>
@@ -53,18 +56,22 @@ class RowPerBlock {
     return plane(base, int64_t{state} * batch_ + row_, 1, 0);
   }
 
-  // row(gate) points to the unit's weights of a gate, which need not be aligned.
+  // row(gate, unit) points to a unit's weights of a gate, which need not be aligned. A lane's first unit is
+  // its own, the second that of the other four lanes.
   template <class Row>
   __device__ __forceinline__ void load_weights(Row&& row) {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const T* const from = row(gate) + 4 * (v * kLanesOfUnit + lane_);
-        const auto value = [&](int i) {
-          return exists() && 4 * (v * kLanesOfUnit + lane_) + i < hidden_ ? widen(from[i]) : 0;
-        };
-        weights_[gate][v] = {value(0), value(1), value(2), value(3)};
+      for (int other = 0; other < 2; ++other) {
+        const int unit = unit_ ^ other;
+        const T* const from = row(gate, unit);
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          const int first = 4 * (v * kLanes + lane_);
+          const auto value = [&](int k) { return unit < hidden_ && k < hidden_ ? widen(from[k]) : 0; };
+          weights_[gate][other][v] = {value(first), value(first + 1), value(first + 2), value(first + 3)};
+        }
       }
     }
   }
@@ -100,27 +107,31 @@ class RowPerBlock {
 
   // sums[i] = the unit's weights of output i times the values, added up over all inputs.
   __device__ __forceinline__ void multiply(float (&sums)[kOutputs], const float* lane_values) const {
-    float parts[kGates][2] = {};  // independent of each other, so that none waits for another
+    float parts[kGates][2] = {};  // of the lane's two units
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       float4 x;
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
         if (gate < kInputs) {
-          x = *reinterpret_cast<const float4*>(lane_values + gate * kUnits + v * 4 * kLanesOfUnit);
+          x = *reinterpret_cast<const float4*>(lane_values + gate * kUnits + v * 4 * kLanes);
         }
-        const float4 w = weights_[gate][v];
-        parts[gate][0] = fmaf(w.y, x.y, fmaf(w.x, x.x, parts[gate][0]));
-        parts[gate][1] = fmaf(w.w, x.w, fmaf(w.z, x.z, parts[gate][1]));
+#pragma unroll
+        for (int other = 0; other < 2; ++other) {
+          const float4 w = weights_[gate][other][v];
+          float& part = parts[gate][other];
+          part = fmaf(w.w, x.w, fmaf(w.z, x.z, fmaf(w.y, x.y, fmaf(w.x, x.x, part))));
+        }
       }
     }
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) {
-      sums[i] = parts[i][0] + parts[i][1];
 #pragma unroll
       for (int gate = i + kOutputs; gate < kGates; gate += kOutputs) {
-        sums[i] += parts[gate][0] + parts[gate][1];
+        parts[i][0] += parts[gate][0];
+        parts[i][1] += parts[gate][1];
       }
+      sums[i] = parts[i][0] + __shfl_xor_sync(~0u, parts[i][1], kLanesOfUnit);
 #pragma unroll
       for (int other = 1; other < kLanesOfUnit; other *= 2) sums[i] += __shfl_xor_sync(~0u, sums[i], other);
     }
@@ -164,7 +175,7 @@ class RowPerBlock {
 
   const int hidden_, lane_, unit_, row_, batch_;
   float* const values_;
-  float4 weights_[kGates][kVectors];
+  float4 weights_[kGates][2][kVectors];
   CellInputs<Cell, float> in_;
 };
 
@@ -182,8 +193,9 @@ class RowPerBlockForward : RowPerBlock<Config> {
 
   __device__ RowPerBlockForward(const Arguments& arguments, const GroupGrid&, Storage values)
       : Base(arguments.steps, arguments.hidden, values), args_(arguments) {
-    Base::load_weights(
-        [&](int gate) { return args_.weight + (static_cast<int64_t>(gate) * hidden_ + unit_) * hidden_; });
+    Base::load_weights([&](int gate, int unit) {
+      return args_.weight + (static_cast<int64_t>(gate) * hidden_ + unit) * hidden_;
+    });
     Base::load_constants(args_.parameters);
   }
 
@@ -360,8 +372,9 @@ class RowPerBlockBackward : RowPerBlock<Config> {
 
   __device__ RowPerBlockBackward(const Arguments& arguments, const GroupGrid&, Storage values)
       : Base(arguments.steps, arguments.hidden, values), args_(arguments) {
-    Base::load_weights(
-        [&](int gate) { return args_.weight_t + (static_cast<int64_t>(unit_) * kGates + gate) * hidden_; });
+    Base::load_weights([&](int gate, int unit) {
+      return args_.weight_t + (static_cast<int64_t>(unit) * kGates + gate) * hidden_;
+    });
     Base::load_constants(args_.parameters);
   }
 

@@ -12,7 +12,7 @@ constexpr int kBlockThreads = 256;
 constexpr int kBlockWarps = kBlockThreads / 32;
 constexpr int kRowTile = 8;             // rows of the batch in a product
 constexpr int kChunkBytes = 64;         // a warp's step through K, in bytes of a row
-constexpr int kLanesOfUnit = 4;         // lanes that share a unit in a block of one row
+constexpr int kLanesOfUnit = 4;         // lanes that compute a unit in a block of one row
 constexpr int kRegisters = 1 << 16;     // registers of a multiprocessor
 constexpr int kNumberedPartBytes = 64;  // of NumberedPart (units.cuh)
 
