@@ -18,6 +18,7 @@ MODES = ("forward", "training")
 HALVES, HALF = ("bfloat16", "float16"), "half types"
 SETTINGS = {"float32": "float32", "ieee": "IEEE float32", HALF: HALF}
 PEER = "nn.LSTM"
+PEER_OF = {"LSTM": PEER, "LLTM": PEER, "GRU": "nn.GRU", "RNN": "nn.RNN"}  # on the map of sizes
 FASTER_HALF = "in half types the faster of its two"
 COMPILED_LOOP = "torch.compile'd loop"
 TORCHRLS = ("pad", "scan", "triton")  # backends of torchrl's modules
@@ -87,7 +88,8 @@ def lstm_time(row: Row, rows: Iterable[Row], mode: str) -> float:
 
 def of_map(layer: str, precision: str) -> list[Row]:
     """A layer at all sizes of the map."""
-    return where(beside_faster_half(load("sizes")), layer=f"lltm_ext.{layer}", precision=precision)
+    rows = load("sizes_gru_rnn" if layer in ("GRU", "RNN") else "sizes")
+    return where(beside_faster_half(rows), layer=f"lltm_ext.{layer}", precision=precision)
 
 
 def of_torchrl() -> list[Row]:
@@ -171,29 +173,22 @@ class Claim(NamedTuple):
 
 
 def claims() -> list[Claim]:
-    def of_lstm(precision: str, *kinds: str) -> str:
-        return summary(ratios(of_map("LSTM", precision), *kinds))
-
-    def of_layer(ours: str) -> str:
-        rows = where(beside_faster_half(load("recurrence")), ours=ours)
-        of_types = (where(rows, precision=precision) for precision in (HALF, "float32", "ieee"))
-        return "; ".join(summary(ratios(of_type, *MODES)) for of_type in of_types)
+    def times_of(layer: str, *precisions: str) -> str:
+        return "; ".join(summary(ratios(of_map(layer, precision), *MODES)) for precision in precisions)
 
     derived = where(load("recurrence"), part="derived")
     of_scan = [row[key] for row in where(load("scan"), part="scan") if (key := "/ associative_scan") in row]
     fused = [1 / row["ours / torch"] for row in where(load("gemm"), part="fused")]
+    peak = summary(ratios(of_map("LSTM", "float32"), "peak"))
     sizes = "186 sizes, B 1 to 200,000, T 4 to 1000, H 32 to 2048"
+    types, of_types = "half types; float32; IEEE", (HALF, "float32", "ieee")
     return [
-        Claim(f"`LSTM` / `nn.LSTM`, float32, {sizes}", of_lstm("float32", *MODES), "sizes", "`float32`"),
-        Claim("… IEEE float32", of_lstm("ieee", *MODES), "sizes", "`ieee`"),
-        Claim("… half types", of_lstm(HALF, *MODES), "sizes", "`bfloat16`, `float16`"),
-        Claim("… peak memory in training, float32", of_lstm("float32", "peak"), "sizes", "`peak ratio`"),
-        Claim(
-            "`GRU` / `nn.GRU`, 8 shapes: half types; float32; IEEE",
-            of_layer("GRU"),
-            *("recurrence", "`GRU`"),
-        ),
-        Claim("`RNN` / `nn.RNN`, likewise", of_layer("RNN"), "recurrence", "`RNN`"),
+        Claim(f"`LSTM` / `nn.LSTM`, float32, {sizes}", times_of("LSTM", "float32"), "sizes", "`float32`"),
+        Claim("… IEEE float32", times_of("LSTM", "ieee"), "sizes", "`ieee`"),
+        Claim("… half types", times_of("LSTM", HALF), "sizes", "`bfloat16`, `float16`"),
+        Claim("… peak memory in training, float32", peak, "sizes", "`peak ratio`"),
+        Claim(f"`GRU` / `nn.GRU`: {types}", times_of("GRU", *of_types), "sizes_gru_rnn", "`GRU`"),
+        Claim("`RNN` / `nn.RNN`, likewise", times_of("RNN", *of_types), "sizes_gru_rnn", "`RNN`"),
         Claim(
             "LSTM and LLTM written in Python / `LSTM`, `LLTM`",
             summary(ratios(derived, *MODES)),
@@ -235,15 +230,15 @@ def proofs() -> str:
 
 
 def sizes() -> str:
-    """The map of sizes: times and peak memory in parts of nn.LSTM's."""
+    """The map of sizes: times and peak memory in parts of those of torch's layers."""
     text = header("", *MODES, "peak memory", "slower")
-    for layer in ("LSTM", "LLTM"):
+    for layer in PEER_OF:
         for precision, setting in SETTINGS.items():
             rows = of_map(layer, precision)
             of_times = ratios(rows, *MODES)
             slower = f"{sum(ratio > 1 for ratio in of_times)} of {len(of_times)}"
             of_kinds = (summary(ratios(rows, kind)) for kind in (*MODES, "peak"))
-            text += line(f"{layer}, {setting}", *of_kinds, slower)
+            text += line(f"{layer} / {PEER_OF[layer]}, {setting}", *of_kinds, slower)
     return text
 
 
@@ -287,7 +282,7 @@ def of_one_step(rows: Iterable[Row]) -> str:
 
 
 def cells() -> str:
-    """Cells derived from Python, GRU and RNN: times in parts of the peer's."""
+    """Cells derived from Python: times in parts of the peer's."""
     rows = published(load("recurrence"))
     resets = where(rows, part="reset")
     of_resets = (summary([row[f"{mode} / without"] for row in resets]) for mode in MODES)
@@ -332,13 +327,15 @@ def libraries() -> str:
 
 
 def resets_of_torchrl() -> str:
-    """Times of torchrl's modules, converted and with its backends."""
+    """Milliseconds of torchrl's modules, converted and with its backends: forward / training."""
     backends = (f"`{name}`" for name in TORCHRLS)
-    text = header("module", "hidden", "mode", "converted", "layer only", *backends)
-    for row in load("rl"):
+    text = header("module", "hidden", "converted", "layer only", *backends)
+    rows = load("rl")
+    for model, sizes in dict.fromkeys((row["model"], row["sizes"]) for row in rows):
+        of_modes = where(rows, model=model, sizes=sizes)
         keys = (f"{name} ms" for name in ("converted", "layer", *TORCHRLS))
-        times = (f"{number(row[key])} ms" if key in row else "" for key in keys)
-        text += line(row["model"], row["sizes"].rpartition(" ")[2], row["mode"], *times)
+        times = (" / ".join(number(row[key]) for row in of_modes if key in row) for key in keys)
+        text += line(model, sizes.rpartition(" ")[2], *times)
     return text
 
 
@@ -515,39 +512,41 @@ def gemm_sizes() -> str:
 
 def losses() -> str:
     """Everything in the results that takes longer than a peer."""
-    text = header("ours / peer", "", "at most", "at", "slower")
+    text = header("ours / peer", "at most", "at", "slower")
     groups = {
-        f"`{layer}` / `{PEER}`, {setting}": of_map(layer, precision)
-        for layer in ("LSTM", "LLTM")
+        f"`{layer}` / `{peer}`, {setting}": of_map(layer, precision)
+        for layer, peer in PEER_OF.items()
         for precision, setting in SETTINGS.items()
     }
     groups |= pairs([*published(load("recurrence")), *published(load("cells")), *of_torchrl()])
     for title, rows in groups.items():
-        for mode in MODES:
-            text += loss(title, mode, [(row[f"{mode} ratio"], shape_of(row)) for row in rows])
-    of_models = [(row["ratio"], row["model"]) for row in load("libraries")]
-    text += loss("models of other libraries, converted / with torch's layers", "training", of_models)
+        found = [(row[f"{mode} ratio"], f"{mode}, {shape_of(row)}") for row in rows for mode in MODES]
+        text += loss(title, found)
+    of_models = [(row["ratio"], f"training, {row['model']}") for row in load("libraries")]
+    text += loss("models of other libraries, converted / with torch's layers", of_models)
     return text + losses_of_scans() + losses_of_ops()
 
 
-def loss(title: str, mode: str, ratios: Sequence[tuple[float, str]]) -> str:
+def loss(title: str, ratios: Sequence[tuple[float, str]]) -> str:
     """A line, if there is a loss. The ratios are times in parts of the peer's."""
     slower = [ratio for ratio, _ in ratios if ratio > LEAST_LOSS]
     if not slower:
         return ""
     worst, size = max(ratios)
-    return line(title, mode, f"{worst:.2f} x", size, f"{len(slower)} of {len(ratios)}")
+    return line(title, f"{worst:.2f} x", size, f"{len(slower)} of {len(ratios)}")
 
 
 def losses_of_scans() -> str:
     text = ""
     for part in ("scan", "GAE"):
         rows = where(load("scan"), part=part)
-        for mode in dict.fromkeys(row["mode"] for row in rows):
-            of_mode = where(rows, mode=mode)
-            for peer in peers_of_scans(of_mode):
-                found = [(row[f"/ {peer}"], shape_of_scan(row)) for row in of_mode if f"/ {peer}" in row]
-                text += loss(f"{part} / {peer}", mode, found)
+        for peer in peers_of_scans(rows):
+            found = [
+                (row[f"/ {peer}"], f"{row['mode']}, {shape_of_scan(row)}")
+                for row in rows
+                if f"/ {peer}" in row
+            ]
+            text += loss(f"{part} / {peer}", found)
     return text
 
 
@@ -561,16 +560,17 @@ def losses_of_ops() -> str:
     text = ""
     for part in ("square", "few rows", "odd shapes", "batches", "fused"):
         rows = where(load("gemm"), part=part)
-        text += loss(f"`gemm` / cuBLAS, {part}", "", of_products(rows))
-    text += loss("`gemm` / cuBLAS, random sizes, all types", "", of_products(load("gemm_sizes")))
+        text += loss(f"`gemm` / cuBLAS, {part}", of_products(rows))
+    text += loss("`gemm` / cuBLAS, random sizes, all types", of_products(load("gemm_sizes")))
     rows = where(load("elementwise"), part="device time")
     for mode in ("", "backward"):
         names = {f"{name} {mode}".strip() for name in SIMPLE}
-        text += loss(f"{', '.join(SIMPLE)} / torch", mode, of_elements(r for r in rows if r["op"] in names))
+        found = of_elements(r for r in rows if r["op"] in names)
+        text += loss(f"{', '.join(SIMPLE)} / torch{mode and f', {mode}'}", found)
     for op in dict.fromkeys(row["op"] for row in rows):
         if op.split()[0] not in SIMPLE:
             peer = "`x.to(dtype)`" if op == "stochastic_round" else "torch"
-            text += loss(f"{op} / {peer}", "", of_elements(where(rows, op=op)))
+            text += loss(f"{op} / {peer}", of_elements(where(rows, op=op)))
     return text
 
 

@@ -1,6 +1,6 @@
-"""Own cells: derived LSTM and LLTM against the built-in ones, GRU and RNN against torch's, resets.
+"""Own cells: derived LSTM and LLTM against the built-in ones, and resets.
 
-benchmarks/cells.py has those with heads, norms, further products and spikes.
+benchmarks/cells.py has those with heads, norms, further products and spikes, sizes_gru_rnn.py GRU and RNN.
 """
 
 from __future__ import annotations
@@ -77,8 +77,6 @@ COMPARISONS = (
         of_class(lltm_ext.LLTM),
         ("bfloat16", "float32"),
     ),
-    Comparison("torch", "GRU", "nn.GRU", of_class(lltm_ext.GRU), of_class(nn.GRU), HALVES + FLOATS),
-    Comparison("torch", "RNN", "nn.RNN", of_class(lltm_ext.RNN), of_class(nn.RNN), HALVES + FLOATS),
     Comparison(
         "own",
         "Recurrent(peephole_lstm)",
