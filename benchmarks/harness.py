@@ -27,7 +27,8 @@ import torch
 
 FOLDER = Path(__file__).resolve().parent
 OPS = sorted(
-    {path.stem for path in FOLDER.glob("*.py")} - {"harness", "ceiling", "pages", "tutorial_extension"}
+    {path.stem for path in FOLDER.glob("*.py")}
+    - {"harness", "ceiling", "overview", "pages", "tutorial_extension"}
 )
 IS_CLONE = (FOLDER.parent / "setup.py").is_file()  # results don't belong in an installed package
 OURS = "lltm_ext"
@@ -349,8 +350,8 @@ OUR_COLOR = "#1f5fa8"
 PEERS = ("#e08a2c", "#8a8a8a", "#b5525c")
 
 
-def plot(result: Path) -> Path:
-    """Draws <op>.png from <op>.json with the `draw` function of the op's benchmark."""
+def pyplot() -> Any:
+    """matplotlib.pyplot, without a screen and in the style of all pictures."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -372,21 +373,31 @@ def plot(result: Path) -> Path:
             "legend.fontsize": 8,
         }
     )
+    return plt
+
+
+def plot(result: Path) -> Path:
+    """Draws <op>.png from <op>.json with the `draw` function of the op's benchmark."""
+    pyplot()
     record = json.loads(result.read_text())
     sys.path.insert(0, str(FOLDER))
     figure = importlib.import_module(record["op"]).draw(record)
-    where = record["environment"]
+    picture = result.parents[2] / "plots" / result.parent.name / f"{record['op']}.png"
+    save(figure, picture, record["environment"])
+    return picture
+
+
+def save(figure: Any, picture: Path, where: Row) -> None:
+    """Writes a figure, with the environment that it was measured in below."""
     footer = ", ".join(
         f"{name} {where[key]}"
         for name, key in (("torch", "torch"), ("cuDNN", "cudnn"), ("lltm_ext", "lltm_ext"))
         if where.get(key)
     )
     figure.supxlabel(f"{where.get('gpu', 'CPU')}, {footer}", fontsize=8, color="#777777")
-    picture = result.parents[2] / "plots" / result.parent.name / f"{record['op']}.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=150, facecolor="white")
-    plt.close(figure)
-    return picture
+    pyplot().close(figure)
 
 
 def series(rows: Iterable[Row], x: str, y: str) -> tuple[list[Any], list[Any]]:
@@ -412,8 +423,10 @@ def main() -> int:
         for result in sorted(args.folder.glob("results/*/*.json")):
             print(plot(result))
         if args.folder == FOLDER and IS_CLONE:
+            import overview
             import pages
 
+            print(overview.write())
             pages.write()
         return 0
     statuses = [subprocess.run([sys.executable, FOLDER / f"{op}.py", *rest]).returncode for op in OPS]

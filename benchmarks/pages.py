@@ -92,6 +92,11 @@ def of_map(layer: str, precision: str) -> list[Row]:
     return where(beside_faster_half(rows), layer=f"lltm_ext.{layer}", precision=precision)
 
 
+def beside_libraries() -> list[Row]:
+    """Cells and modules beside the kernels of other libraries."""
+    return [row | {"ours": cell_of(row)} for row in published(load("cells"))] + of_torchrl()
+
+
 def of_torchrl() -> list[Row]:
     """torchrl's modules, converted, beside its fastest backend: one row for both modes, as cells have it."""
     found: dict[tuple[str, str], Row] = {}
@@ -301,9 +306,7 @@ def of_pairs(rows: Iterable[Row]) -> str:
 
 def peers() -> str:
     """Cells, modules and scans beside the kernels of other libraries: times in parts of the peer's."""
-    text = header("", *MODES)
-    text += of_pairs(row | {"ours": cell_of(row)} for row in published(load("cells")))
-    text += of_pairs(of_torchrl())
+    text = header("", *MODES) + of_pairs(beside_libraries())
     for part, title in (("scan", "scan"), ("constant a", "scan, a number as a")):
         rows = where(load("scan"), part=part)
         for peer in peers_of_scans(rows):

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from harness import INK, OURS, Bench, Row, finish, parse
+from harness import GRID, INK, OURS, Bench, Row, finish, parse
 from lltm import LAYERS, LLTM, LSTM, MODES, PEER, Sequences, Shape, layers, sizes
 from pages import HALF, beside_faster_half
 from torch import nn
@@ -119,11 +119,13 @@ def claim_of(rows: Iterable[Row], kind: str) -> list[str]:
 
 # ---- the picture ---------------------------------------------------------------------------------
 
+COLORED = (0.03, 0.1, 0.3, 1, 1.4, 2)  # the ratios of the colors' ends, and in between
+
 
 def draw(record: Row) -> Any:
     """A panel for each layer and precision, length and mode: the ratio by batch and hidden size."""
     from matplotlib import pyplot as plt
-    from matplotlib.colors import LogNorm
+    from matplotlib.colors import TwoSlopeNorm
 
     columns = [(length, mode) for mode in MODES for length in LENGTHS]
     rows = beside_faster_half(record["rows"])
@@ -136,7 +138,7 @@ def draw(record: Row) -> Any:
         sharex=True,
         sharey=True,
     )
-    image = None
+    image, norm = None, TwoSlopeNorm(0, math.log(COLORED[0]), math.log(COLORED[-1]))
     for (layer, precision), panels in zip(lines, grid, strict=True):
         for (length, mode), axes in zip(columns, panels, strict=True):
             ratios = {
@@ -145,17 +147,19 @@ def draw(record: Row) -> Any:
                 if (row["layer"], row["precision"], row["T"]) == (layer, precision, length)
                 and row["B"] in BATCHES
             }
-            values = [[ratios.get((b, h), math.nan) for h in HIDDEN] for b in BATCHES]
-            image = axes.imshow(values, cmap="RdBu_r", norm=LogNorm(0.1, 10), aspect="auto", origin="lower")
+            values = [[math.log(ratios.get((b, h), math.nan)) for h in HIDDEN] for b in BATCHES]
+            image = axes.imshow(values, cmap="RdBu_r", norm=norm, aspect="auto", origin="lower")
             for (b, h), ratio in ratios.items():
                 if ratio > 1:
                     at = (HIDDEN.index(h), BATCHES.index(b))
                     axes.text(*at, f"{ratio:.2f}", ha="center", va="center", fontsize=4, color=INK)
             axes.grid(False)
+            axes.set_facecolor(GRID)  # not measured
             axes.set_xticks(range(len(HIDDEN)), HIDDEN, fontsize=5, rotation=90)
             axes.set_yticks(range(len(BATCHES)), BATCHES, fontsize=5)
             axes.set_title(f"{layer.rpartition('.')[2]} {precision}, T {length}, {mode}", fontsize=7)
-    figure.colorbar(image, ax=grid, shrink=0.4, label="time / that of torch's layer")
+    bar = figure.colorbar(image, ax=grid, shrink=0.4, label="time / that of torch's layer")
+    bar.set_ticks([math.log(ratio) for ratio in COLORED], labels=[f"{ratio:g}" for ratio in COLORED])
     figure.supylabel("batch")
     for axes in grid[-1]:
         axes.set_xlabel("hidden and input size", fontsize=6)

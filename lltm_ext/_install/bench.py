@@ -13,7 +13,8 @@ from lltm_ext._install import build_record, doctor
 INSTALLED = build_record.PACKAGE / "benchmarks"
 FOLDER = INSTALLED if INSTALLED.is_dir() else build_record.PACKAGE.parent / "benchmarks"
 OPS = sorted(
-    {script.stem for script in FOLDER.glob("*.py")} - {"harness", "ceiling", "pages", "tutorial_extension"}
+    {script.stem for script in FOLDER.glob("*.py")}
+    - {"harness", "ceiling", "overview", "pages", "tutorial_extension"}
 )
 NEEDED = ("matplotlib", "rich")  # the extra "bench" lists them, too
 
