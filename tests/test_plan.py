@@ -648,6 +648,15 @@ def test_clusters_of_two_blocks_take_many_rows(plan, more, backward):
 
 
 @directions
+def test_ieee_products_of_128_units_take_two_rows_a_multiprocessor_one_after_the_other(plan, backward):
+    sizes = {"hidden": 128, "size": 4, "gates": 1, "backward": backward}
+    few, many, more = plan(*({**sizes, "batch": batch} for batch in (132, 264, 265)))
+    assert few.one_row and many.one_row and not more.one_row
+    (on_tensor_cores,) = plan({**sizes, "batch": 264, "tf32": True})
+    assert on_tensor_cores.tf32 and not on_tensor_cores.one_row
+
+
+@directions
 @pytest.mark.parametrize("hidden, members", [(384, 3), (512, 4)])
 def test_one_gate_of_half_types_has_blocks_of_128_units(plan, hidden, members, backward):
     fewer, found = plan(
