@@ -514,17 +514,20 @@ def gemm_sizes() -> str:
 
 
 def losses() -> str:
-    """Everything in the results that takes longer than a peer."""
+    """Everything in the results that takes longer than a peer, or a layer more memory."""
     text = header("ours / peer", "at most", "at", "slower")
     groups = {
         f"`{layer}` / `{peer}`, {setting}": of_map(layer, precision)
         for layer, peer in PEER_OF.items()
         for precision, setting in SETTINGS.items()
     }
-    groups |= pairs([*published(load("recurrence")), *published(load("cells")), *of_torchrl()])
+    of_memory = {
+        title: [(row["peak ratio"], shape_of(row)) for row in rows] for title, rows in groups.items()
+    }
+    groups |= pairs([*published(load("recurrence")), *beside_libraries()])
     for title, rows in groups.items():
         found = [(row[f"{mode} ratio"], f"{mode}, {shape_of(row)}") for row in rows for mode in MODES]
-        text += loss(title, found)
+        text += loss(title, found) + loss(f"{title}, peak memory", of_memory.get(title, []))
     of_models = [(row["ratio"], f"training, {row['model']}") for row in load("libraries")]
     text += loss("models of other libraries, converted / with torch's layers", of_models)
     return text + losses_of_scans() + losses_of_ops()
